@@ -1,0 +1,60 @@
+# libtorch's headers cost 4 to 40 seconds a file. They are compiled once, in two sets: what the library needs (modules,
+# autograd, dispatcher), and all of torch/torch.h for models, programs and tests. Even precompiled they cost 3 and 6 seconds
+# with g++, which instantiates pending templates anew in each file; so files that include none of them go without.
+
+tessera_library(tessera_precompiled_engine)
+target_link_libraries(tessera_precompiled_engine PUBLIC tessera_torch)
+target_precompile_headers(tessera_precompiled_engine PRIVATE <torch/nn/module.h> <torch/library.h> <torch/csrc/autograd/engine.h>)
+
+tessera_library(tessera_precompiled_torch)
+target_link_libraries(tessera_precompiled_torch PUBLIC tessera_torch)
+target_precompile_headers(tessera_precompiled_torch PRIVATE <torch/torch.h>)
+
+# Sets `result` to ON if `file` includes costly headers of libtorch, itself or by way of ours. A header that comes to include
+# them later is seen at the next configuration; until then its users compile more slowly, and the same.
+function(tessera_includes_torch file result)
+  get_property(known GLOBAL PROPERTY "tessera_includes_torch ${file}" SET)
+  if(NOT known)
+    set_property(GLOBAL PROPERTY "tessera_includes_torch ${file}" OFF)  # also ends a cycle
+    file(STRINGS "${file}" lines REGEX "^#include")
+    foreach(line IN LISTS lines)
+      set(costly OFF)
+      if(line MATCHES "<(torch/|ATen/ATen\\.h|ATen/Functions\\.h|ATen/ops/|ATen/Context\\.h|ATen/core/dispatch/)")
+        set(costly ON)
+      elseif(line MATCHES "\"([^\"]+)\"")
+        set(ours "${PROJECT_SOURCE_DIR}/${CMAKE_MATCH_1}")
+        if(EXISTS "${ours}")
+          tessera_includes_torch("${ours}" costly)
+        endif()
+      endif()
+      if(costly)
+        set_property(GLOBAL PROPERTY "tessera_includes_torch ${file}" ON)
+        break()
+      endif()
+    endforeach()
+  endif()
+  get_property(answer GLOBAL PROPERTY "tessera_includes_torch ${file}")
+  set(${result} ${answer} PARENT_SCOPE)
+endfunction()
+
+# tessera_precompile(target engine|torch): gives that set to those sources of `target` that include costly headers.
+function(tessera_precompile target headers)
+  get_target_property(sources ${target} SOURCES)
+  get_target_property(folder ${target} SOURCE_DIR)
+  set(any OFF)
+  foreach(source IN LISTS sources)
+    if(source MATCHES "TARGET_OBJECTS")
+      continue()
+    endif()
+    cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY "${folder}")
+    tessera_includes_torch("${source}" costly)
+    if(costly)
+      set(any ON)
+    else()
+      set_source_files_properties("${source}" TARGET_DIRECTORY ${target} PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+    endif()
+  endforeach()
+  if(any)
+    target_precompile_headers(${target} REUSE_FROM tessera_precompiled_${headers})
+  endif()
+endfunction()

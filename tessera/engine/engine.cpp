@@ -1,0 +1,206 @@
+#include "tessera/engine/engine.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/isfinite.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+
+namespace tessera {
+namespace {
+
+struct GradientHook final : torch::autograd::PostAccumulateGradHook {
+  GradientHook(Engine* engine, uint32_t unit, ParameterIndex parameter) : engine(engine), unit(unit), parameter(parameter) {}
+  void operator()(const torch::autograd::Variable&) override { engine->on_gradient(unit, parameter); }
+
+  Engine* engine;
+  uint32_t unit;
+  ParameterIndex parameter;
+};
+
+bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+}  // namespace
+
+Engine::Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Precision& precision, NonFinite non_finite,
+               std::vector<UnitSpec> specs)
+    : communicator_(std::move(communicator)), placements_(placements), non_finite_(non_finite), unwinding_(std::uncaught_exceptions()) {
+  register_observer();
+  for (auto& spec : specs) {
+    const auto index = static_cast<uint32_t>(units_.size());
+    units_.push_back(std::make_unique<Unit>(std::move(spec), index, placements, precision, *communicator_, *this));
+    auto& parameters = units_.back()->parameters();
+    if (!trainable_type(units_.back()->working_type())) continue;
+    for (ParameterIndex p = 0; p < parameters.size(); ++p)
+      torch::autograd::impl::set_post_acc_grad_hooks(parameters[p].tensor, std::make_unique<GradientHook>(this, index, p));
+  }
+}
+
+Engine::~Engine() {
+  for (const auto& unit : units_)
+    for (const auto& parameter : unit->parameters()) torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
+  if (std::uncaught_exceptions() > unwinding_) communicator_->fail("an exception ended it");
+  else if (phase_ == Phase::stepping)
+    for (const auto& unit : units_) unit->publish_next_epoch();
+}
+
+Traffic Engine::traffic() const {
+  Traffic traffic = traffic_;
+  for (const auto& unit : units_) {
+    traffic.gathered += Bytes(unit->gathered_bytes);
+    traffic.reduced += Bytes(unit->reduced_bytes);
+  }
+  return traffic;
+}
+
+std::string Engine::schedule() const {
+  std::vector<std::string> names;
+  for (const auto& unit : units_) names.push_back(unit->name());
+  return schedule_.print(names);
+}
+
+void Engine::note(StepKind kind, uint32_t unit) {
+  if (schedule_.note({kind, phase_, unit}) || departed_) return;
+  departed_ = true;
+  std::fprintf(stderr, "tessera: rank %d, step %lld: the order of operators changed at the %s of unit '%s'; it is recorded anew (said once)\n",
+               communicator_->rank().value, static_cast<long long>(step_), name_of(kind), units_[unit]->name().c_str());
+}
+
+void Engine::attach(GradientConsumer* consumer) {
+  if (consumer != nullptr && consumer_ != nullptr)
+    throw ConfigError("this sharded model already has an optimizer attached; destroy it before making another");
+  consumer_ = consumer;
+}
+
+bool Engine::updates_in_backward() const {
+  // The first step is always done apart: it shows which units are used after their gradients are complete.
+  return gradients_sharded() && consumer_ != nullptr && consumer_->fuses_reduction() && step_ > 1 && accumulating_ == 0;
+}
+
+// ---- access --------------------------------------------------------------------------------------------------------
+
+void Engine::before(std::span<const Access> accesses, std::string_view) {
+  const bool backward = in_backward();
+  if (accesses.size() == 1 && accesses[0].what->kind == Observed::Kind::unit && !accesses[0].writes &&
+      phase_ == (backward ? Phase::backward : Phase::forward) && unit_of(accesses[0]).residency() == Residency::resident)
+    return;
+  bool units = false, shard_writes = false;
+  for (const auto& access : accesses) {
+    units |= access.what->kind == Observed::Kind::unit;
+    if (access.what->kind != Observed::Kind::shard || !access.writes) continue;
+    shard_writes = true;
+    unit_of(access).shard_written = true;
+  }
+  if (shard_writes && phase_ != Phase::stepping) begin_outside_step();
+  if (!units) return;
+  if (backward && phase_ != Phase::backward) enter_backward();
+  if (!backward && phase_ != Phase::forward) enter_forward();
+  touch_units(accesses);
+}
+
+void Engine::touch_units(std::span<const Access> accesses) {
+  const auto touched = [&](uint32_t index) {
+    return std::any_of(accesses.begin(), accesses.end(), [&](const auto& access) { return access.what->kind == Observed::Kind::unit && access.what->unit == index; });
+  };
+  const auto resident = resident_;
+  for (const uint32_t index : resident)
+    if (!touched(index)) release(index);
+  for (const auto& access : accesses) {
+    if (access.what->kind != Observed::Kind::unit) continue;
+    touch(unit_of(access), access.what->unit);
+    if (access.writes) unit_of(access).begin_edit();
+  }
+}
+
+void Engine::touch(Unit& unit, uint32_t index) {
+  if (phase_ == Phase::backward && unit.complete) {
+    if (updates_in_backward())
+      throw GuardError(text("unit '", unit.name(), "' is used in backward after all its gradients had come and its parameters were updated (step ", step_,
+                            "); construct the optimizer without fused_reduction for this model"));
+    unit.touched_after_complete = true;
+  }
+  if (unit.residency() == Residency::resident) return;
+  traffic_.gather_wait += unit.gather(step_);
+  ++traffic_.gathers;
+  resident_.push_back(index);
+  note(StepKind::gather, index);
+}
+
+void Engine::release(uint32_t index) {
+  Unit& unit = *units_[index];
+  std::erase(resident_, index);
+  if (unit.edited()) return keep_edit(unit);
+  unit.release();
+  note(StepKind::release, index);
+}
+
+void Engine::keep_edit(Unit& unit) {
+  // The owner's part of what was written becomes the parameter, once nobody reads the old one any more.
+  communicator_->barrier(text("write to unit '", unit.name(), "'"));
+  unit.keep_edit();
+  unit.publish_next_epoch();
+}
+
+void Engine::release_all() {
+  const auto resident = resident_;
+  for (const uint32_t index : resident) release(index);
+}
+
+void Engine::after(std::span<const Access> accesses, std::span<const c10::IValue> results, std::string_view operation) {
+  if (!watching_ || !first_non_finite_.empty()) return;
+  const at::NoGradGuard no_grad;
+  for (const auto& result : results) {
+    if (!result.isTensor() || !result.toTensor().is_floating_point() || at::isfinite(result.toTensor()).all().item<bool>()) continue;
+    first_non_finite_ = text(operation, " of unit '", unit_of(accesses[0]).name(), "'");
+    return;
+  }
+}
+
+void Engine::watch_non_finite(bool on) {
+  watching_ = on;
+  if (on) first_non_finite_.clear();
+}
+
+// ---- phases --------------------------------------------------------------------------------------------------------
+
+void Engine::settle() {
+  if (phase_ == Phase::stepping) finish_step(true);
+}
+
+void Engine::enter_forward() {
+  settle();
+  if (phase_ == Phase::backward)
+    throw GuardError(text("the backward of step ", step_, " ended early with an exception; the gradients of this step are incomplete on this rank. "
+                          "Destroy the sharded model and start again from the last checkpoint"));
+  if (at::GradMode::is_enabled()) refuse_unconsumed();
+  phase_ = Phase::forward;
+}
+
+void Engine::refuse_unconsumed() const {
+  if (!unconsumed_ || accumulating_ > 0) return;
+  bool shown = reduction_pending_ || (consumer_ != nullptr && consumer_->fuses_reduction());
+  for (const auto& unit : units_)
+    for (const auto& parameter : unit->parameters()) shown |= parameter.shard.grad().defined();
+  if (!shown) return;  // they were dropped on purpose
+  throw GuardError(text("the gradients of step ", step_, " were reduced, but no optimizer used them. Build the optimizer from the shards "
+                        "(tessera::AdamW(sharded, …) or a torch::optim optimizer over sharded.parameters()), not from the model's own parameters, and "
+                        "call step(); for several micro-batches a step hold sharded.accumulating() over all but the last; for evaluation hold a NoGradGuard"));
+}
+
+void Engine::enter_backward() {
+  settle();
+  refuse_unconsumed();
+  if (reduction_pending_) make_reduced();
+  phase_ = Phase::backward;
+  arrivals_ = false;
+  for (const auto& unit : units_) unit->complete = false;
+  torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
+}
+
+}  // namespace tessera

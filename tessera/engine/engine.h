@@ -1,0 +1,136 @@
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/engine/schedule.h"
+#include "tessera/engine/unit.h"
+
+namespace tessera {
+
+/// What to do when a gradient is not finite. All ranks do the same.
+enum class NonFinite : uint8_t {
+  stop,  ///< throw NonFiniteError, which names step and parameter, before anything is updated
+  skip,  ///< leave parameters and optimizer state as they are, count the step as skipped, say so on stderr
+};
+
+/// What moving state has cost this rank since the engine was made. Byte counts are those of the collectives' volume: what came from
+/// peers, whether it was copied or is read in place.
+struct Traffic {
+  int64_t gathers = 0, reductions = 0;
+  Bytes gathered, reduced;
+  std::chrono::nanoseconds gather_wait{}, reduce_wait{};  ///< exposed: computation stood still
+  std::chrono::nanoseconds consume{};                     ///< in the optimizer, fused reduction included
+  Bytes peak_lent;                                        ///< most that was lent to peers at once
+};
+
+/// Runs the units of one model: gathers what operators touch, releases it, hands gradients over and has them reduced, and keeps all ranks
+/// in step. Two enums hold its state: the phase here, and each unit's residency.
+class Engine final : public AccessHandler {
+ public:
+  Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Precision& precision, NonFinite non_finite,
+         std::vector<UnitSpec> units);
+  ~Engine() override;
+
+  Communicator& communicator() { return *communicator_; }
+  const Placements& placements() const { return placements_; }
+  const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
+  Phase phase() const { return phase_; }
+  int64_t step() const { return step_; }        ///< the step that is being computed, from 1
+  int64_t skipped() const { return skipped_; }  ///< steps skipped because of non-finite gradients
+  Traffic traffic() const;
+  std::string schedule() const;
+
+  void before(std::span<const Access> accesses, std::string_view operation) override;
+  void after(std::span<const Access> accesses, std::span<const c10::IValue> results, std::string_view operation) override;
+  bool wants_results() const override { return watching_; }
+
+  /// The optimizer whose `consume` gets the gradients. Without one, shards' .grad is set for any torch::optim optimizer.
+  void attach(GradientConsumer* consumer);
+
+  /// Backwards until `end_accumulating` are not the last of their step.
+  void begin_accumulating() { ++accumulating_; }
+  void end_accumulating() { --accumulating_; }
+
+  /// √Σ gradient² over all parameters, the same on all ranks (collective). Clips to `max_norm` unless it is infinite:
+  /// gradients times min(1, max_norm / (norm + 1e-6)), as torch::nn::utils::clip_grad_norm_.
+  double clip_gradient_norm(double max_norm);
+
+  /// The attached optimizer's step (collective). Returns whether the step was applied.
+  bool run_step();
+  /// Drops the gradients of this step.
+  void zero_grad();
+  /// Detaches every unit and keeps what was written to parameters (collective if something was).
+  void release_all();
+  /// Publishes what an outside optimizer wrote to the shards, if that is still to be done.
+  void settle();
+  /// Reduced gradients of all parameters, full shape, in order of units; undefined where no rank had one (collective).
+  std::vector<at::Tensor> full_gradients();
+
+  /// While on: notes the first operator with a parameter whose result is not finite, as "operator of unit '…'".
+  void watch_non_finite(bool on);
+  const std::string& first_non_finite() const { return first_non_finite_; }
+
+  void on_gradient(uint32_t unit, ParameterIndex parameter);
+
+ private:
+  Unit& unit_of(const Access& access) { return *units_[access.what->unit]; }
+  double mean() const { return 1.0 / communicator_->size(); }
+  bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
+  bool keeps_local_gradients() const { return accumulating_ > 0 && !gradients_sharded(); }
+  bool updates_in_backward() const;
+
+  void enter_forward();
+  void enter_backward();
+  void end_backward();
+  void refuse_unconsumed() const;
+  void touch_units(std::span<const Access> accesses);
+  void touch(Unit& unit, uint32_t index);
+  void release(uint32_t index);
+  void keep_edit(Unit& unit);
+  void note(StepKind kind, uint32_t unit);
+
+  void sweep_gradients(Unit& unit);
+  void post(uint32_t index);
+  void post_rest();
+  void serve_peers();
+  void reduce(uint32_t index);
+  void reduce_replicated(GradientConsumer* consumer);
+  void take_back_lent();
+  void make_reduced();
+  void synchronise();
+
+  bool agree_on_step();
+  void begin_outside_step();
+  void finish_step(bool applied);
+
+  std::shared_ptr<Communicator> communicator_;
+  Placements placements_;
+  NonFinite non_finite_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  GradientConsumer* consumer_ = nullptr;
+
+  Phase phase_ = Phase::idle;
+  Schedule schedule_;
+  std::vector<uint32_t> resident_;    // units with memory attached
+  std::deque<uint32_t> to_reduce_;    // posted here, not reduced yet
+  std::vector<uint32_t> to_return_;   // reduced here, perhaps still read by peers
+  int64_t step_ = 1;
+  int64_t skipped_ = 0;
+  int32_t rounds_ = 0;                // backwards since the last step whose gradients were handed over
+  int accumulating_ = 0;
+  bool arrivals_ = false;             // some gradient came in this backward
+  bool local_pending_ = false;        // gradients of accumulated backwards lie in the module's tensors
+  bool reduction_pending_ = false;    // posted, and left for the optimizer to reduce
+  bool unconsumed_ = false;           // gradients wait for a step
+  bool departed_ = false;             // said once that an iteration departed from the schedule
+  double clip_ = 1.0;
+  bool watching_ = false;
+  std::string first_non_finite_;
+  Traffic traffic_;
+  int unwinding_ = 0;
+};
+
+}  // namespace tessera

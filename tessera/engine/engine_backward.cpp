@@ -1,0 +1,150 @@
+// The part of Engine that hands gradients over and reduces them.
+#include <algorithm>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/engine/engine.h"
+
+namespace tessera {
+namespace {
+
+constexpr size_t kRunAhead = 1;  // units that a rank posts beyond one that its peers have not posted yet
+
+using Clock = std::chrono::steady_clock;
+
+}  // namespace
+
+void Engine::on_gradient(uint32_t index, ParameterIndex p) {
+  if (phase_ != Phase::backward) enter_backward();
+  if (keeps_local_gradients()) return;  // autograd goes on adding to it
+  Unit& unit = *units_[index];
+  if (unit.complete)
+    throw GuardError(text("a second gradient of parameter '", unit.parameters()[p].name, "' came in one backward, after the first was handed over (step ", step_,
+                          "); backward must reach each parameter once"));
+  arrivals_ = true;
+  unit.take_gradient(p);
+  const bool early = !updates_in_backward() || !unit.touched_after_complete;
+  if (unit.arrivals == unit.expected() && early && gradients_sharded()) post(index);
+  serve_peers();
+}
+
+void Engine::post(uint32_t index) {
+  Unit& unit = *units_[index];
+  if (unit.residency() == Residency::resident) release(index);
+  if (updates_in_backward()) unit.expect_next_epoch();
+  unit.post();
+  note(StepKind::post, index);
+  to_reduce_.push_back(index);
+  Bytes lent;
+  for (const auto& other : units_) lent += other->lent_bytes();
+  traffic_.peak_lent = std::max(traffic_.peak_lent, lent);
+}
+
+void Engine::sweep_gradients(Unit& unit) {
+  for (ParameterIndex p = 0; p < unit.parameters().size(); ++p)
+    if (!unit.parameters()[p].arrived && unit.parameters()[p].tensor.grad().defined()) unit.take_gradient(p);
+}
+
+void Engine::post_rest() {
+  for (uint32_t index = 0; index < units_.size(); ++index) {
+    Unit& unit = *units_[index];
+    if (unit.complete || !unit.trainable()) continue;
+    sweep_gradients(unit);
+    post(index);
+  }
+}
+
+void Engine::serve_peers() {
+  while (!to_reduce_.empty()) {
+    Unit& oldest = *units_[to_reduce_.front()];
+    if (!oldest.posted_by_all()) {
+      if (to_reduce_.size() <= kRunAhead) break;
+      traffic_.reduce_wait += oldest.wait_posted_politely(step_);
+      if (!oldest.posted_by_all()) break;
+    }
+    reduce(to_reduce_.front());
+    to_reduce_.pop_front();
+  }
+  take_back_lent();
+}
+
+void Engine::take_back_lent() {
+  std::erase_if(to_return_, [&](uint32_t index) { return units_[index]->take_back(); });
+}
+
+void Engine::reduce(uint32_t index) {
+  Unit& unit = *units_[index];
+  auto* consumer = updates_in_backward() ? consumer_ : nullptr;
+  traffic_.reduce_wait += unit.wait_posted(step_);
+  const auto start = Clock::now();
+  unit.reduce(mean(), consumer, step_);
+  (consumer ? traffic_.consume : traffic_.reduce_wait) += Clock::now() - start;
+  if (consumer != nullptr) {
+    unit.updated = true;
+    unit.publish_expected_epoch();
+  }
+  ++traffic_.reductions;
+  note(StepKind::reduce, index);
+  to_return_.push_back(index);
+}
+
+void Engine::end_backward() {
+  if (phase_ != Phase::backward) return;
+  if (keeps_local_gradients()) {
+    local_pending_ = true;
+    phase_ = Phase::idle;
+  } else if (arrivals_) {
+    synchronise();
+  } else {
+    phase_ = Phase::idle;
+  }
+}
+
+void Engine::synchronise() {
+  phase_ = Phase::backward;
+  post_rest();
+  if (gradients_sharded()) {
+    while (!to_reduce_.empty()) {
+      reduce(to_reduce_.front());
+      to_reduce_.pop_front();
+    }
+    take_back_lent();
+  } else if (consumer_ != nullptr) {
+    reduction_pending_ = true;
+  } else {
+    reduce_replicated(nullptr);
+  }
+  for (const auto& unit : units_) unit->complete = false;
+  local_pending_ = false;
+  unconsumed_ = accumulating_ == 0;
+  ++rounds_;
+  phase_ = Phase::idle;
+}
+
+void Engine::reduce_replicated(GradientConsumer* consumer) {
+  const std::vector<uint32_t> indices(to_reduce_.begin(), to_reduce_.end());
+  const auto timed = [&](auto&& action) {
+    const auto start = Clock::now();
+    action();
+    (consumer ? traffic_.consume : traffic_.reduce_wait) += Clock::now() - start;
+  };
+  for (const uint32_t index : indices) {
+    traffic_.reduce_wait += units_[index]->wait_posted(step_);
+    timed([&] { units_[index]->reduce(mean(), consumer, step_); });
+    if (consumer != nullptr) units_[index]->updated = true;
+    ++traffic_.reductions;
+    note(StepKind::reduce, index);
+    to_return_.push_back(index);
+  }
+  for (const uint32_t index : indices) timed([&] { traffic_.reduce_wait += units_[index]->gather_sums(consumer, 1.0, step_); });
+  to_reduce_.clear();
+  reduction_pending_ = false;
+  take_back_lent();
+}
+
+void Engine::make_reduced() {
+  if (rounds_ == 0 || local_pending_) synchronise();
+  if (reduction_pending_) reduce_replicated(nullptr);
+}
+
+}  // namespace tessera

@@ -1,0 +1,186 @@
+// The part of Engine that ends a step.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/engine/engine.h"
+#include "tessera/storage/caching_allocator.h"
+
+namespace tessera {
+namespace {
+
+constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
+
+// What each rank says at a step; travels as bytes between processes of one build.
+struct StepFacts {
+  int64_t step;
+  int32_t rounds;
+  uint32_t bad_unit, bad_parameter;  // first with a gradient that is not finite, or kNone
+};
+
+template <class T>
+std::string packed(const T& value) {
+  return std::string(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+template <class T>
+T unpacked(const std::string& bytes) {
+  T value;
+  std::memcpy(&value, bytes.data(), sizeof value);
+  return value;
+}
+
+StepFacts facts_of(const std::vector<std::unique_ptr<Unit>>& units, int64_t step, int32_t rounds) {
+  for (uint32_t u = 0; u < units.size(); ++u)
+    for (uint32_t p = 0; p < units[u]->parameters().size(); ++p)
+      if (!std::isfinite(units[u]->parameters()[p].squares)) return {step, rounds, u, p};
+  return {step, rounds, kNone, kNone};
+}
+
+}  // namespace
+
+bool Engine::agree_on_step() {
+  const auto answers = communicator_->all_gather(text("optimizer step ", step_), packed(facts_of(units_, step_, rounds_)));
+  StepFacts first_bad{step_, rounds_, kNone, kNone};
+  int bad_rank = 0;
+  for (int r = 0; r < communicator_->size(); ++r) {
+    const auto facts = unpacked<StepFacts>(answers[static_cast<size_t>(r)]);
+    if (facts.rounds != rounds_)
+      throw AgreementError(text("step ", step_, ": rank ", r, " handed over the gradients of ", facts.rounds, " backwards, rank ", communicator_->rank().value, " of ",
+                                rounds_, "; all ranks must run the same number of backwards a step"));
+    if (facts.bad_unit < first_bad.bad_unit || (facts.bad_unit == first_bad.bad_unit && facts.bad_parameter < first_bad.bad_parameter)) {
+      first_bad = facts;
+      bad_rank = r;
+    }
+  }
+  if (first_bad.bad_unit == kNone) return true;
+  const Unit& unit = *units_[first_bad.bad_unit];
+  const std::string what = text("step ", step_, ": the gradient of parameter '", unit.parameters()[first_bad.bad_parameter].name, "' (unit '", unit.name(),
+                                "') is not finite; rank ", bad_rank, " found it in the part that it reduces");
+  if (non_finite_ == NonFinite::stop)
+    throw NonFiniteError(what + ". Lower the learning rate, clip gradients, look at the data of this step, or set non_finite = skip");
+  ++skipped_;
+  if (communicator_->rank().value == 0) std::fprintf(stderr, "tessera: %s; the step is skipped (%lld so far)\n", what.c_str(), static_cast<long long>(skipped_));
+  return false;
+}
+
+bool Engine::run_step() {
+  settle();
+  if (phase_ == Phase::backward) throw GuardError("the optimizer's step was called inside backward; call it when backward has returned");
+  release_all();
+  if (rounds_ == 0 || local_pending_) synchronise();
+  if (reduction_pending_) reduce_replicated(consumer_->fuses_reduction() ? consumer_ : nullptr);
+  bool applied = agree_on_step();
+  phase_ = Phase::stepping;
+  const auto start = std::chrono::steady_clock::now();
+  for (const auto& unit : units_)
+    if (applied && !unit->updated) unit->consume_reduced(*consumer_, clip_, step_);
+  traffic_.consume += std::chrono::steady_clock::now() - start;
+  finish_step(applied);
+  return applied;
+}
+
+void Engine::begin_outside_step() {
+  if (phase_ == Phase::backward) throw GuardError("an operator wrote to a parameter shard inside backward; step the optimizer when backward has returned");
+  release_all();
+  if (consumer_ != nullptr && reduction_pending_) reduce_replicated(nullptr);
+  if (!agree_on_step()) throw GuardError(text("step ", step_, " must be skipped because of a gradient that is not finite, but a torch::optim optimizer can't be told; use tessera::AdamW with non_finite = skip"));
+  phase_ = Phase::stepping;
+}
+
+void Engine::finish_step(bool applied) {
+  for (const auto& unit : units_) {
+    if (applied && !unit->updated && (unit->any_gradient() || unit->shard_written)) {
+      if (unit->shard_written) unit->write_working_from_master();
+      unit->publish_next_epoch();
+    }
+    unit->forget_gradients();
+  }
+  if (!schedule_.end_iteration() && !departed_) {
+    departed_ = true;
+    std::fprintf(stderr, "tessera: rank %d: step %lld did less than the recorded schedule; it is recorded anew (said once)\n", communicator_->rank().value,
+                 static_cast<long long>(step_));
+  }
+  take_back_lent();
+  if (const auto arena = CachingAllocator::instance().arena()) arena->age();
+  ++step_;
+  rounds_ = 0;
+  clip_ = 1.0;
+  unconsumed_ = false;
+  phase_ = Phase::idle;
+}
+
+void Engine::zero_grad() {
+  settle();
+  for (const uint32_t index : to_reduce_) {  // handed over, but nobody wants them any more
+    units_[index]->drop_round();
+    to_return_.push_back(index);
+  }
+  to_reduce_.clear();
+  reduction_pending_ = false;
+  local_pending_ = false;
+  unconsumed_ = false;
+  rounds_ = 0;
+  for (const auto& unit : units_) {
+    for (auto& parameter : unit->parameters()) {
+      parameter.shard.mutable_grad() = at::Tensor();
+      parameter.tensor.mutable_grad() = at::Tensor();
+    }
+    unit->forget_gradients();
+  }
+  take_back_lent();
+}
+
+double Engine::clip_gradient_norm(double max_norm) {
+  if (consumer_ != nullptr && consumer_->fuses_reduction())
+    throw ConfigError("the gradient norm is not known before the update when the optimizer takes the gradients as they are reduced; construct it without fused_reduction");
+  settle();
+  make_reduced();
+  double mine = 0;
+  for (const auto& unit : units_)
+    for (const auto& parameter : unit->parameters()) mine += parameter.squares;
+  double squares = 0;
+  for (const auto& theirs : communicator_->all_gather("gradient norm", packed(mine))) squares += unpacked<double>(theirs);
+  const double norm = std::sqrt(squares);
+  const double coefficient = std::isinf(max_norm) ? 1.0 : std::min(1.0, max_norm / (norm + 1e-6));
+  if (consumer_ != nullptr) {
+    clip_ = coefficient;
+  } else if (coefficient < 1.0) {
+    const at::NoGradGuard no_grad;
+    for (const auto& unit : units_)
+      for (auto& parameter : unit->parameters())
+        if (parameter.shard.grad().defined()) parameter.shard.mutable_grad().mul_(coefficient);
+  }
+  return norm;
+}
+
+std::vector<at::Tensor> Engine::full_gradients() {
+  if (consumer_ != nullptr && consumer_->fuses_reduction() && gradients_sharded())
+    throw ConfigError("gradients are not kept when the optimizer takes them as they are reduced; construct it without fused_reduction");
+  settle();
+  make_reduced();
+  std::vector<int64_t> offsets;
+  for (const auto& unit : units_)
+    for (ParameterIndex p = 0; p < unit->parameters().size(); ++p) offsets.push_back(unit->reduced_offset(p));
+  const auto everyones = communicator_->all_gather("full gradients", std::string(reinterpret_cast<const char*>(offsets.data()), offsets.size() * sizeof(int64_t)));
+  std::vector<at::Tensor> gradients;
+  size_t index = 0;
+  for (const auto& unit : units_)
+    for (ParameterIndex p = 0; p < unit->parameters().size(); ++p, ++index) {
+      std::vector<int64_t> theirs;
+      for (const auto& bytes : everyones) theirs.push_back(unpacked<int64_t>(bytes.substr(index * sizeof(int64_t), sizeof(int64_t))));
+      at::Tensor gradient = unit->read_gradient(p, theirs);
+      if (gradient.defined() && consumer_ != nullptr && clip_ != 1.0) gradient.mul_(clip_);
+      gradients.push_back(std::move(gradient));
+    }
+  communicator_->barrier("full gradients are read");
+  return gradients;
+}
+
+}  // namespace tessera

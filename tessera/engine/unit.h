@@ -1,0 +1,171 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/engine/gradient_consumer.h"
+#include "tessera/engine/observer.h"
+#include "tessera/engine/precision.h"
+#include "tessera/layout/layout.h"
+#include "tessera/layout/placements.h"
+#include "tessera/storage/guarded_storage.h"
+#include "tessera/storage/private_buffer.h"
+
+namespace tessera {
+
+/// A parameter's full dotted name and the module's own tensor.
+struct NamedParameter {
+  std::string name;
+  at::Tensor tensor;
+};
+
+/// What is gathered together: parameters of one type from one part of the module.
+struct UnitSpec {
+  std::string name;
+  std::vector<NamedParameter> parameters;
+};
+
+/// Where a unit's parameters are.
+enum class Residency : uint8_t { sharded, gathering, resident };
+
+/// One parameter of a unit on this rank.
+struct UnitParameter {
+  std::string name;
+  at::Tensor tensor;                       ///< the module's own: the working parameter
+  at::Tensor shard;                        ///< this rank's part of the master parameter
+  std::unique_ptr<GuardedStorage> memory;  ///< of `shard`
+  Observed observed;                       ///< of `shard`
+  Interval owned;                          ///< elements whose gradient this rank sums
+  Interval updated;                        ///< elements that this rank's optimizer updates
+  at::Tensor taken;                        ///< this rank's gradient of this backward, not posted yet
+  at::Tensor lent;                         ///< this rank's posted gradient, while peers may read it
+  at::Tensor sum;                          ///< for replicated gradients: the whole gradient, of which `owned` (later all) is reduced
+  bool arrived = false;                    ///< its gradient has come in this backward
+  bool has_gradient = false;               ///< some rank had a gradient for it since the last step
+  double squares = 0;                      ///< Σ gradient² over `owned`
+};
+
+/// One unit's state on this rank and the ways to move it. Knows what to do, not when.
+class Unit {
+ public:
+  Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Precision& precision, Communicator& communicator, AccessHandler& handler);
+  Unit(const Unit&) = delete;
+  Unit& operator=(const Unit&) = delete;
+
+  const std::string& name() const { return name_; }
+  const Layout& layout() const { return layout_; }
+  c10::ScalarType working_type() const { return working_type_; }
+  std::vector<UnitParameter>& parameters() { return parameters_; }
+  const std::vector<UnitParameter>& parameters() const { return parameters_; }
+  bool trainable() const;  ///< has a parameter that requires a gradient now
+  size_t expected() const; ///< parameters that require a gradient now
+
+  // Parameters.
+  Residency residency() const { return residency_; }
+  /// Makes the module's parameters usable, as of this unit's epoch. Returns the time spent. Counts the bytes that came from peers.
+  std::chrono::nanoseconds gather(int64_t step);
+  void release();
+  /// Lets operators write: on a copy of this rank's own, where the memory is shared with peers.
+  void begin_edit();
+  bool edited() const { return edited_; }
+  /// The owner's part of an edit becomes the new parameters. To be called between two barriers of all ranks.
+  void keep_edit();
+  /// This rank's chunk holds the next epoch from now on.
+  void publish_next_epoch();
+  /// The parameters will change before they are used again; the next gather waits for that.
+  void expect_next_epoch() { ++epoch_; }
+  void publish_expected_epoch() { if (window_) window_->publish(epoch_); }
+  /// Rounds the master shard into the working parameters, if they are of different types.
+  void write_working_from_master();
+  void write_master_from_working();
+
+  // Gradients.
+  /// Takes parameter `p`'s gradient out of the module's tensor into memory that peers can read.
+  void take_gradient(ParameterIndex p);
+  /// Hands the taken gradients to the peers.
+  void post();
+  bool posted_by_all() const;
+  std::chrono::nanoseconds wait_posted(int64_t step);
+  std::chrono::nanoseconds wait_posted_politely(int64_t step);
+  /// Sums the ranks' gradients over the owned elements, times `scale`: into the gradient shard, or into `consumer`.
+  void reduce(double scale, GradientConsumer* consumer, int64_t step);
+  /// For gradients and optimizer replicated: takes the peers' sums, to this rank's memory or into `consumer`.
+  std::chrono::nanoseconds gather_sums(GradientConsumer* consumer, double scale, int64_t step);
+  /// Feeds the reduced gradients to `consumer`.
+  void consume_reduced(GradientConsumer& consumer, double scale, int64_t step);
+  /// Where peers find the owned part of a reduced gradient (for read_gradient), or 0 if there is none.
+  int64_t reduced_offset(ParameterIndex p) const;
+  /// The whole reduced gradient, put together from the ranks' parts; undefined if there is none.
+  at::Tensor read_gradient(ParameterIndex p, const std::vector<int64_t>& offsets) const;
+  void drop_round() { exchange_->finish(round_); }  ///< this rank reads nothing of the posted round
+  /// Lends no more, if all peers are done. Returns whether nothing is lent.
+  bool take_back();
+  std::chrono::nanoseconds wait_returned(int64_t step);
+  void forget_gradients();  ///< the step is over
+  bool any_gradient() const;
+
+  // Accounting, bytes.
+  Bytes parameter_bytes() const;   ///< this rank's share of the working parameters
+  Bytes gradient_bytes() const;    ///< of the gradient shard; 0 if gradients are replicated, which stay where they grew
+  Bytes master_bytes() const { return master_.bytes(); }  ///< of separate master weights
+  Bytes staged_bytes() const { return staged_; }          ///< of gradients that were copied to where peers can read
+  Bytes lent_bytes() const;                               ///< of gradients that peers may read now
+  int64_t updated_elements() const { return updated_.size(); }
+  int64_t gathered_bytes = 0;      ///< that came from peers by gathers, ever
+  int64_t reduced_bytes = 0;       ///< that came from peers by reductions, ever
+
+  bool complete = false;           ///< all expected gradients of this backward are posted
+  bool touched_after_complete = false;
+  bool updated = false;            ///< its parameters changed when its gradients were reduced
+  bool shard_written = false;      ///< an operator wrote to a shard since the last step
+  size_t arrivals = 0;
+
+ private:
+  void lay_out(UnitSpec& spec);
+  void write_initial_values(const UnitSpec& spec);
+  void make_shards(UnitSpec& spec);
+  at::Tensor readable_by_peers(const at::Tensor& gradient, ParameterIndex p);
+  std::byte* working_at(int64_t element) const { return working_ + element * layout_.element_size(); }
+  std::byte* master_at(int64_t element) const;
+  void reduce_parameter(ParameterIndex p, const SumSources& from, double scale, GradientConsumer* consumer, int64_t step);
+  void prepare_sum(ParameterIndex p, bool accumulate);
+  std::byte* reduced_at(ParameterIndex p, int64_t element) const;  ///< where the reduced gradient of the parameter's element lies
+  GradientPiece piece_of(ParameterIndex p, Interval part, const SumSources& from, double scale, int64_t step, bool leave_sum = false) const;
+  void show_gradient(ParameterIndex p);
+  bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
+  bool all_reduced() const { return placements_.optimizer == Placement::replicated; }
+
+  std::string name_;
+  uint32_t index_;
+  Placements placements_;
+  Communicator& communicator_;
+  Observed observed_;
+  Layout layout_;
+  c10::ScalarType working_type_, master_type_, gradient_type_;
+  int64_t master_size_, gradient_size_;  // bytes an element
+  std::vector<UnitParameter> parameters_;
+  Interval updated_;                      // in the unit's buffer
+
+  std::unique_ptr<ParameterWindow> window_;  // none for a replicated optimizer
+  PrivateBuffer replica_;                    // then the parameters are here
+  std::byte* working_ = nullptr;
+  PrivateBuffer master_;                     // if of another type than working
+  PrivateBuffer edit_;
+  std::shared_ptr<std::byte> gradient_;      // the gradient shard, if gradients are sharded
+  std::shared_ptr<std::byte> staging_;       // for gradients that did not grow where peers can read; as laid out
+  Bytes staged_;
+  std::unique_ptr<GradientExchange> exchange_;
+  std::unique_ptr<GuardedStorage> storage_;
+  Residency residency_ = Residency::sharded;
+  bool edited_ = false;
+  uint32_t epoch_ = 1;
+  uint32_t gathered_epoch_ = 0;
+  uint32_t round_ = 0;
+};
+
+}  // namespace tessera

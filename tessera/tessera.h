@@ -1,0 +1,8 @@
+#pragma once
+
+/// All of Tessera that a training program needs.
+#include "tessera/base/error.h"
+#include "tessera/engine/fully_shard.h"
+#include "tessera/mesh/mesh.h"
+#include "tessera/mesh/world.h"
+#include "tessera/optim/adamw.h"

@@ -1,0 +1,45 @@
+#include "tests/support/sharded_helpers.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "tests/support/on_ranks.h"
+
+namespace tessera::test {
+
+double mean_over_ranks(const Sharded& sharded, double value) {
+  auto& communicator = sharded.engine().communicator();
+  double sum = 0;
+  for (const auto& bytes : communicator.all_gather("test value", std::string(reinterpret_cast<const char*>(&value), sizeof value))) {
+    double theirs = 0;
+    std::memcpy(&theirs, bytes.data(), sizeof theirs);
+    sum += theirs;
+  }
+  return sum / communicator.size();
+}
+
+std::map<std::string, torch::Tensor> gradients_of(const Sharded& sharded) {
+  std::map<std::string, torch::Tensor> gradients;
+  for (auto& [name, gradient] : sharded.full_gradients()) gradients[name] = gradient;
+  return gradients;
+}
+
+Sums sums_of(const Sharded& sharded) {
+  Sums sums;
+  for (const auto& [name, value] : sharded.full_parameters()) {
+    sums.sum += value.to(torch::kDouble).sum().item<double>();
+    sums.absolute += value.to(torch::kDouble).abs().sum().item<double>();
+  }
+  return sums;
+}
+
+void for_every_placement(const std::function<void(World, const Placements&)>& body, std::initializer_list<int> ranks) {
+  for (const auto& placements : {ddp(), zero1(), zero2(), zero3()})
+    for (const int count : ranks) {
+      SCOPED_TRACE(name_of(placements) + " on " + std::to_string(count) + " ranks");
+      on_ranks(count, [&](World world) { body(world, placements); });
+    }
+}
+
+}  // namespace tessera::test
