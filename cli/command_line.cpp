@@ -16,7 +16,7 @@ namespace {
 
 using Arguments = std::span<const std::string>;
 
-const std::vector<std::string> kCommands{"train", "launch", "doctor", "demo"};
+const std::vector<std::string> kNames{"train", "launch", "doctor", "demo", "--help"};
 
 constexpr const char* kOverview =
     R"(Trains any libtorch model with its state sharded over ranks, with the numbers of the unsharded run.
@@ -32,22 +32,25 @@ Usage: tessera COMMAND [OPTIONS]
 Exit status: 0 done; 1 an error at run time; 2 a command line or configuration that can't be meant; 128 + n ended by signal n.
 )";
 
-/// The options of one command. CLI11 splits the command line and writes the help; values are converted by whoever asks for them.
+/// The options of one command. CLI11 splits the command line and writes the help; values are converted by whoever asks for
+/// them.
 class Parser {
  public:
-  Parser(std::string command, const std::string& description) : command_(std::move(command)), app_(description, "tessera " + command_) {
+  Parser(std::string command, const std::string& description)
+      : command_(std::move(command)), app_(description, "tessera " + command_) {
     app_.allow_extras();
     app_.get_formatter()->column_width(34);
     app_.set_help_flag("-h,--help", "print this");
   }
 
-  void add(const std::string& names, const std::string& value, const std::string& help, const std::string& group = "Options") {
+  void add(const std::string& names, const std::string& value, const std::string& help,
+           const std::string& group = "Options") {
     auto& entry = entries_.emplace_back(names);
     if (value.empty())
       entry.option = app_.add_flag(names, help);
     else
       entry.option = app_.add_option(names, entry.text, help)->type_name(value);
-    entry.option->group(group);
+    entry.option->group(group)->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   }
 
   /// What to do with words that are neither options nor their values.
@@ -62,8 +65,10 @@ class Parser {
     } catch (const CLI::CallForHelp&) {
       return false;
     } catch (const CLI::ParseError& error) {
-      throw ConfigError(text(error.what(), hint()));
+      throw ConfigError(text("an option lacks its value: ", error.what(), hint()));
     }
+    for (const auto& entry : entries_)
+      if (entry.option->count() > 1) throw ConfigError(text("option ", entry.names, " is given more than once", hint()));
     for (const auto& word : app_.remaining()) refuse(word);
     return true;
   }
@@ -82,11 +87,15 @@ class Parser {
     CLI::Option* option = nullptr;
   };
 
-  // --json may stand alone; then its value is "-".
+  // --json may stand alone; then its value is "-". And CLI11 would give "--data=" the next word as its value.
   static std::vector<std::string> completed(Arguments arguments) {
     std::vector<std::string> all;
     for (size_t i = 0; i < arguments.size(); ++i) {
       all.push_back(arguments[i]);
+      if (arguments[i].starts_with("--") && arguments[i].find('=') == arguments[i].size() - 1) {
+        all.back().pop_back();
+        all.emplace_back();
+      }
       if (arguments[i] != "--json") continue;
       const bool alone = i + 1 == arguments.size() || (arguments[i + 1].size() > 1 && arguments[i + 1].starts_with('-'));
       if (alone) all.emplace_back("-");
@@ -117,7 +126,9 @@ int whole_number(const std::string& option, const std::string& word) {
   return value;
 }
 
-void add_json(Parser& parser) { parser.add("--json", "FILE", "where the result goes as JSON; without FILE or with -: standard output"); }
+void add_json(Parser& parser) {
+  parser.add("--json", "FILE", "where the result goes as JSON; without FILE or with -: standard output");
+}
 
 Command parse_train(Arguments arguments) {
   TrainCommand command;
@@ -127,7 +138,8 @@ Command parse_train(Arguments arguments) {
   parser.add("--config", "FILE", "TOML with the same names; the command line wins");
   for (const auto& option : table) {
     const std::string now = value_of(option);
-    parser.add("--" + option.name, option.value, now.empty() ? option.help : text(option.help, " [", now, "]"), option.group);
+    parser.add("--" + option.name, option.value, now.empty() ? option.help : text(option.help, " [", now, "]"),
+               option.group);
   }
   parser.add("--show", "WHAT", "all, progress (no summary) or nothing [all]", "Output");
   if (!parser.parse(arguments)) return parser.help();
@@ -145,8 +157,11 @@ Command parse_train(Arguments arguments) {
 }
 
 Command parse_launch(Arguments arguments) {
-  Parser parser("launch", "Runs a program as local ranks with torchrun's environment variables: tessera launch -n N [OPTIONS] -- PROGRAM "
-                "[ARGUMENTS]\nLines are prefixed by rank. When one rank fails, the others are ended, and it says which, how, and its last lines.");
+  Parser parser(
+      "launch",
+      "Runs a program as local ranks with torchrun's environment variables: tessera launch -n N [OPTIONS] -- PROGRAM "
+      "[ARGUMENTS]\nLines are prefixed by rank. When one rank fails, the others are ended, and it says which, how, and its "
+      "last lines.");
   parser.add("-n,--ranks", "N", "how many");
   add_json(parser);
   const std::string example = "; the program stands after two dashes, as in: tessera launch -n 2 -- ./program";
@@ -154,7 +169,8 @@ Command parse_launch(Arguments arguments) {
   const auto dashes = std::find(arguments.begin(), arguments.end(), "--");
   if (!parser.parse(arguments.first(static_cast<size_t>(dashes - arguments.begin())))) return parser.help();
   if (!parser.given("-n,--ranks")) throw ConfigError(text("option -n is missing: how many ranks to start", parser.hint()));
-  if (dashes == arguments.end() || dashes + 1 == arguments.end()) throw ConfigError("there is no program to launch" + example);
+  if (dashes == arguments.end() || dashes + 1 == arguments.end())
+    throw ConfigError("there is no program to launch" + example);
   LaunchCommand command;
   command.options.ranks = whole_number("ranks", parser.value("-n,--ranks"));
   command.options.command.assign(dashes + 1, arguments.end());
@@ -189,7 +205,8 @@ Command parse(const std::string& name, Arguments arguments) {
   if (name == "launch") return parse_launch(arguments);
   if (name == "doctor") return parse_doctor(arguments);
   if (name == "demo") return parse_demo(arguments);
-  throw ConfigError(text("unknown ", name.starts_with('-') ? "option '" : "command '", name, "'", did_you_mean(name, kCommands), "; see: tessera --help"));
+  throw ConfigError(text("unknown ", name.starts_with('-') ? "option '" : "command '", name, "'", did_you_mean(name, kNames),
+                         "; see: tessera --help"));
 }
 
 }  // namespace

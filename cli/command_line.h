@@ -25,9 +25,9 @@ struct DoctorCommand {
 
 using Command = std::variant<HelpCommand, TrainCommand, LaunchCommand, DoctorCommand, DemoCommand>;
 
-/// What a command line means; `arguments` without the program's name. Throws ConfigError for what can't be meant: an unknown command or
-/// option (with the nearest name), one without its value or given twice, a value of the wrong kind, and for a configuration file as
-/// `read_config` does. What options mean together is checked when the command runs.
+/// What a command line means; `arguments` without the program's name. Throws ConfigError for what can't be meant: an unknown
+/// command or option (with the nearest name), one without its value or given twice, a value of the wrong kind, and for a
+/// configuration file as `read_config` does. What options mean together is checked when the command runs.
 Command parse_command_line(const std::vector<std::string>& arguments);
 
 /// Does what `arguments` say and returns the exit status. Throws as `parse_command_line` and the commands do.

@@ -35,7 +35,8 @@ std::string described(const toml::node& node) {
   return out.str();
 }
 
-// Whether the node has a value that the target can hold; it gets that then. A whole number will do where any number is wanted.
+// Whether the node has a value that the target can hold; it gets that then. A whole number will do where any number is
+// wanted.
 bool store(const toml::node& node, int* target) {
   const auto* value = node.as_integer();
   if (value == nullptr || value->get() != static_cast<int>(value->get())) return false;
@@ -88,9 +89,11 @@ class Reader {
   void set(const std::string& key, const toml::node& node) {
     std::string name = key;
     std::replace(name.begin(), name.end(), '_', '-');
-    const auto option = std::find_if(options_.begin(), options_.end(), [&](const TrainOption& each) { return each.name == name; });
+    const auto option =
+        std::find_if(options_.begin(), options_.end(), [&](const TrainOption& each) { return each.name == name; });
     if (option == options_.end()) refuse_unknown(key, node);
-    if (!set_.insert(name).second) fail(node.source(), text("key '", key, "' is given twice, once with dashes and once with underscores"));
+    if (!set_.insert(name).second)
+      fail(node.source(), text("key '", key, "' is given twice, once with dashes and once with underscores"));
     if (!std::visit([&](auto* target) { return store(node, target); }, option->target))
       fail(node.source(), text("key '", key, "' wants ", kind_of(*option), ", but got ", described(node)));
   }
@@ -98,7 +101,8 @@ class Reader {
   [[noreturn]] void refuse_unknown(const std::string& key, const toml::node& node) const {
     std::vector<std::string> names;
     for (const auto& option : options_) names.push_back(option.name);
-    fail(node.source(), text("unknown key '", key, "'", node.is_table() ? ", a table; keys stand at the top level" : did_you_mean(key, names)));
+    fail(node.source(), text("unknown key '", key, "'",
+                             node.is_table() ? ", a table; keys stand at the top level" : did_you_mean(key, names)));
   }
 
   const std::filesystem::path& file_;

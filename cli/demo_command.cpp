@@ -34,8 +34,20 @@ struct Plan {
 Plan plan_of(DemoSize size) {
   constexpr int64_t kBytes = 256;  // a vocabulary of single bytes
   if (size == DemoSize::quick)
-    return {{.layers = 2, .width = 64, .heads = 4, .kv_heads = 4, .hidden = 176, .vocab = kBytes, .context = 64}, 4, 60, 5, 5, 64, 200};
-  return {{.layers = 6, .width = 256, .heads = 8, .kv_heads = 8, .hidden = 688, .vocab = kBytes, .context = 128}, 8, 400, 20, 20, 256, 600};
+    return {{.layers = 2, .width = 64, .heads = 4, .kv_heads = 4, .hidden = 176, .vocab = kBytes, .context = 64},
+            4,
+            60,
+            5,
+            5,
+            64,
+            200};
+  return {{.layers = 6, .width = 256, .heads = 8, .kv_heads = 8, .hidden = 688, .vocab = kBytes, .context = 128},
+          8,
+          400,
+          20,
+          20,
+          256,
+          600};
 }
 
 /// A folder for what the runs report, which goes when this does.
@@ -43,7 +55,8 @@ class Folder {
  public:
   Folder() {
     std::string name = (fs::temp_directory_path() / "tessera-demo-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw SystemError(text("no folder can be made in ", fs::temp_directory_path(), ": ", std::strerror(errno)));
+    if (::mkdtemp(name.data()) == nullptr)
+      throw SystemError(text("no folder can be made in ", fs::temp_directory_path(), ": ", std::strerror(errno)));
     path_ = name;
   }
   ~Folder() {
@@ -60,26 +73,33 @@ class Folder {
 
 std::string find_text(const std::string& given) {
   if (!given.empty()) return given;
-  const fs::path beside = fs::read_symlink("/proc/self/exe").parent_path() / "../../../data/shakespeare.txt", here = "data/shakespeare.txt";
+  const fs::path beside = fs::read_symlink("/proc/self/exe").parent_path() / "../../../data/shakespeare.txt",
+                 here = "data/shakespeare.txt";
   for (const auto& file : {beside, here})
     if (fs::exists(file)) return fs::weakly_canonical(file).string();
-  throw DataError(text("the text to train on is neither ", beside.lexically_normal(), " nor ", here, "; name one with --data FILE"));
+  throw DataError(
+      text("the text to train on is neither ", beside.lexically_normal(), " nor ", here, "; name one with --data FILE"));
 }
 
 class Demo {
  public:
-  explicit Demo(const DemoCommand& command) : command_(command), plan_(plan_of(command.size)), data_(find_text(command.data)) {}
+  explicit Demo(const DemoCommand& command)
+      : command_(command), plan_(plan_of(command.size)), data_(find_text(command.data)) {}
 
   int run() {
     const auto bytes = models::read_file(data_).size();  // says what is wrong with a file that can't be used
     say(introduction(bytes));
     const std::string short_steps = text(plan_.short_steps, plan_.short_steps == 1 ? " step" : " steps");
-    say(text("\n[1/3] Training under zero3. A model that knows nothing has a loss of ln 256 = ", fixed(std::log(256.0), 2), " nats a byte.\n"));
-    if (!train("zero3", plan_.steps, plan_.validation_samples, {"--placement", "zero3", "--sample", std::to_string(plan_.sample)})) return status_;
+    say(text("\n[1/3] Training under zero3. A model that knows nothing has a loss of ln 256 = ", fixed(std::log(256.0), 2),
+             " nats a byte.\n"));
+    if (!train("zero3", plan_.steps, plan_.validation_samples,
+               {"--placement", "zero3", "--sample", std::to_string(plan_.sample)}))
+      return status_;
     say(text("\n[2/3] ", short_steps, " under ddp, where every rank keeps everything, to compare memory.\n"));
     if (!train("ddp", plan_.short_steps, command_.ranks, {"--placement", "ddp"})) return status_;
     say(text("\n[3/3] ", short_steps, " under zero3 and the same unsharded, by libtorch alone, to compare numbers.\n"));
-    if (!train("compare", plan_.short_steps, command_.ranks, {"--placement", "zero3", "--compare", "unsharded"})) return status_;
+    if (!train("compare", plan_.short_steps, command_.ranks, {"--placement", "zero3", "--compare", "unsharded"}))
+      return status_;
     say(demo_report(results_));
     if (!command_.json.empty()) write_json(command_.json, results_);
     return 0;
@@ -95,15 +115,20 @@ class Demo {
 
   std::string introduction(size_t bytes) const {
     const auto& model = plan_.model;
-    return text("A small language model learns to write like a text, on ", command_.ranks, command_.ranks == 1 ? " process" : " processes",
-                " of this machine (\"ranks\").\n"
-                "Each rank reads other parts of the text. What training has to remember (parameters, their gradients, and the\n"
-                "optimizer's two moments of each) is split between the ranks: that is the placement zero3. A rank keeps its part\n"
-                "and reads the others' where it computes with them.\n\n",
-                table({{"model", text("Llama, ", model.layers, " blocks, width ", model.width, ", ", model.heads, " heads: ", grouped(model.parameters()), " parameters")},
-                       {"text", text(data_, ", ", fixed(static_cast<double>(bytes) / 1e6, 1), " MB, byte by byte; the last tenth is kept to test on")},
-                       {"steps", text(plan_.steps, " of ", command_.ranks, " × ", plan_.batch, " samples of ", model.context, " bytes")}},
-                      "  ", Align::left));
+    return text(
+        "A small language model learns to write like a text, on ", command_.ranks,
+        command_.ranks == 1 ? " process" : " processes",
+        " of this machine (\"ranks\").\n"
+        "Each rank reads other parts of the text. What training has to remember (parameters, their gradients, and the\n"
+        "optimizer's two moments of each) is split between the ranks: that is the placement zero3. A rank keeps its part\n"
+        "and reads the others' where it computes with them.\n\n",
+        table({{"model", text("Llama, ", model.layers, " blocks, width ", model.width, ", ", model.heads,
+                              " heads: ", grouped(model.parameters()), " parameters")},
+               {"text", text(data_, ", ", fixed(static_cast<double>(bytes) / 1e6, 1),
+                             " MB, byte by byte; the last tenth is kept to test on")},
+               {"steps",
+                text(plan_.steps, " of ", command_.ranks, " × ", plan_.batch, " samples of ", model.context, " bytes")}},
+              "  ", Align::left));
   }
 
   Arguments arguments(int64_t steps, int64_t validation_samples) const {

@@ -5,8 +5,8 @@
 
 namespace tessera::cli {
 
-/// What a demo showed, for a person. `results` holds docs/train_json.md's objects of its runs: "zero3" with validation and sample, "ddp",
-/// and "compare" with difference.
+/// What a demo showed, for a person. `results` holds docs/train_json.md's objects of its runs: "zero3" with validation and
+/// sample, "ddp", and "compare" with difference.
 std::string demo_report(const nlohmann::json& results);
 
 }  // namespace tessera::cli

@@ -4,8 +4,8 @@
 
 namespace tessera::cli {
 
-/// While it lives, SIGINT and SIGTERM wait instead of ending this thread's process: what must not stay behind can be removed first.
-/// Afterwards they act as before. For a process with one thread, or one where all others hold them too.
+/// While it lives, SIGINT and SIGTERM wait instead of ending this thread's process: what must not stay behind can be removed
+/// first. Afterwards they act as before. For a process with one thread, or one where all others hold them too.
 class HeldSignals {
  public:
   HeldSignals() {

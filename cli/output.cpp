@@ -73,10 +73,11 @@ void check_can_be_made(const char* option, const std::string& path) {
   std::error_code error;
   while (!std::filesystem::exists(folder, error) && folder.has_relative_path()) folder = folder.parent_path();
   if (!std::filesystem::is_directory(folder, error))
-    throw ConfigError(text("option ", option, " names '", path, "', but ", folder, " is not a directory; choose another place"));
+    throw ConfigError(
+        text("option ", option, " names '", path, "', but ", folder, " is not a directory; choose another place"));
   if (::access(folder.c_str(), W_OK | X_OK) != 0)
-    throw ConfigError(text("option ", option, " names '", path, "', but nothing can be made in ", folder, ": ", std::strerror(errno),
-                           "; choose another place"));
+    throw ConfigError(text("option ", option, " names '", path, "', but nothing can be made in ", folder, ": ",
+                           std::strerror(errno), "; choose another place"));
 }
 
 void check_json_destination(const std::string& destination) {
@@ -85,7 +86,8 @@ void check_json_destination(const std::string& destination) {
   const auto status = std::filesystem::status(destination, error);
   if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status))
     throw ConfigError(text("option json names '", destination, "', which is ",
-                           std::filesystem::is_directory(status) ? "a directory; name a file in it" : "no regular file; name one, or - for standard output"));
+                           std::filesystem::is_directory(status) ? "a directory; name a file in it"
+                                                                 : "no regular file; name one, or - for standard output"));
   check_can_be_made("json", destination);
 }
 

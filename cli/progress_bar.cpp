@@ -15,7 +15,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr int kShortestBar = 6, kLongestBar = 30;
+constexpr int kShortestBar = 10, kLongestBar = 30;
 constexpr std::chrono::milliseconds kRedraw{100};
 constexpr std::chrono::seconds kLongestSilence{10};
 
@@ -37,7 +37,8 @@ void put(int descriptor, std::string_view bytes) {
 
 bool unicode_terminal() {
   for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"})
-    if (const auto locale = environment(name)) return locale->find("UTF-8") != std::string::npos || locale->find("utf8") != std::string::npos;
+    if (const auto locale = environment(name))
+      return locale->find("UTF-8") != std::string::npos || locale->find("utf8") != std::string::npos;
   return false;
 }
 
@@ -58,7 +59,8 @@ std::string drawn_bar(double part, int width, const BarStyle& style) {
 
 class TerminalBar final : public ProgressBar {
  public:
-  explicit TerminalBar(int descriptor) : descriptor_(descriptor), style_{.unicode = unicode_terminal(), .coloured = colour_wanted()} {}
+  explicit TerminalBar(int descriptor)
+      : descriptor_(descriptor), style_{.unicode = unicode_terminal(), .coloured = colour_wanted()} {}
   ~TerminalBar() override {
     if (drawn_) put(descriptor_, "\n");
   }
@@ -84,7 +86,8 @@ class PlainLines final : public ProgressBar {
   explicit PlainLines(int descriptor) : descriptor_(descriptor) {}
 
   void show(const TrainProgress& progress) override {
-    if (milestones_.due(progress.step, progress.steps, Milestones::Clock::now())) put(descriptor_, plain_line(progress) + "\n");
+    if (milestones_.due(progress.step, progress.steps, Milestones::Clock::now()))
+      put(descriptor_, plain_line(progress) + "\n");
   }
 
  private:
@@ -99,7 +102,8 @@ std::string bar_line(const TrainProgress& progress, const BarStyle& style) {
   std::string end = text("  loss ", fixed(progress.loss, 4));
   const std::vector<std::string> more{text("  ", clock_time(progress.seconds_left), " left"),
                                       text("  ", grouped(static_cast<int64_t>(progress.tokens_per_second)), " tokens/s"),
-                                      text("  ", binary_size(progress.memory_bytes), "/rank"), text("  exposed ", percent(progress.exposed_share, 1))};
+                                      text("  ", binary_size(progress.memory_bytes), "/rank"),
+                                      text("  exposed ", percent(progress.exposed_share, 1))};
   const int room = std::max(style.columns - 1, 0);
   const auto left = [&](const std::string& rest) { return room - static_cast<int>(start.size() + rest.size()); };
   for (const auto& field : more) {
@@ -111,9 +115,10 @@ std::string bar_line(const TrainProgress& progress, const BarStyle& style) {
 }
 
 std::string plain_line(const TrainProgress& progress) {
-  return text("step ", progress.step, "/", progress.steps, " (", percent(done_part(progress), 0), ")  loss ", fixed(progress.loss, 4), "  ",
-              grouped(static_cast<int64_t>(progress.tokens_per_second)), " tokens/s  ", binary_size(progress.memory_bytes), " a rank  exposed ",
-              percent(progress.exposed_share, 1), "  ", clock_time(progress.seconds_left), " left");
+  return text("step ", progress.step, "/", progress.steps, " (", percent(done_part(progress), 0), ")  loss ",
+              fixed(progress.loss, 4), "  ", grouped(static_cast<int64_t>(progress.tokens_per_second)), " tokens/s  ",
+              binary_size(progress.memory_bytes), " a rank  exposed ", percent(progress.exposed_share, 1), "  ",
+              clock_time(progress.seconds_left), " left");
 }
 
 bool Milestones::due(int64_t step, int64_t steps, Clock::time_point now) {

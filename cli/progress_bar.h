@@ -15,9 +15,10 @@ class ProgressBar {
   virtual void show(const TrainProgress& progress) = 0;
 };
 
-/// What suits `descriptor`: on a terminal one line that is drawn anew, at most ten times a second and as wide as the terminal; on
-/// anything else (or where TERM is "dumb") a line after the first and the last step and for every tenth of the steps, and one when
-/// ten seconds have gone by without. Colour unless NO_COLOR is set. Never throws: a run goes on when nobody can watch it.
+/// What suits `descriptor`: on a terminal one line that is drawn anew, at most ten times a second and as wide as the
+/// terminal; on anything else (or where TERM is "dumb") a line after the first and the last step and for every tenth of the
+/// steps, and one when ten seconds have gone by without. Colour unless NO_COLOR is set. Never throws: a run goes on when
+/// nobody can watch it.
 std::unique_ptr<ProgressBar> progress_bar(int descriptor);
 
 /// How a bar may look.

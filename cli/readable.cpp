@@ -55,7 +55,8 @@ std::string table(const std::vector<std::vector<std::string>>& rows, const std::
   std::vector<size_t> widths;
   for (const auto& row : rows) {
     widths.resize(std::max(widths.size(), row.size()));
-    for (size_t column = 0; column < row.size(); ++column) widths[column] = std::max(widths[column], characters(row[column]));
+    for (size_t column = 0; column < row.size(); ++column)
+      widths[column] = std::max(widths[column], characters(row[column]));
   }
   std::string lines;
   for (const auto& row : rows) {

@@ -20,8 +20,9 @@ std::string clock_time(double seconds);
 
 enum class Align { left, right };
 
-/// One line a row, each beginning with `indent`; the first column is aligned left, the others as `others` says, two spaces between them.
-/// Width counts characters (UTF-8), not bytes.
-std::string table(const std::vector<std::vector<std::string>>& rows, const std::string& indent = "", Align others = Align::right);
+/// One line a row, each beginning with `indent`; the first column is aligned left, the others as `others` says, two spaces
+/// between them. Width counts characters (UTF-8), not bytes.
+std::string table(const std::vector<std::vector<std::string>>& rows, const std::string& indent = "",
+                  Align others = Align::right);
 
 }  // namespace tessera::cli

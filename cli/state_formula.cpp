@@ -17,9 +17,12 @@ int64_t size_of_type(const std::string& dtype) {
 
 }  // namespace
 
-std::string StateTerm::formula() const { return ranks == 1 ? text(bytes_per_parameter, "Ψ") : text(bytes_per_parameter, "Ψ/", ranks); }
+std::string StateTerm::formula() const {
+  return ranks == 1 ? text(bytes_per_parameter, "Ψ") : text(bytes_per_parameter, "Ψ/", ranks);
+}
 
-StateFormula state_formula(const std::string& placement, const std::string& dtype, const std::string& gradient_dtype, int ranks) {
+StateFormula state_formula(const std::string& placement, const std::string& dtype, const std::string& gradient_dtype,
+                           int ranks) {
   const Placements placements = placements_named(placement);
   const auto shared_by = [&](Placement where) { return where == Placement::sharded ? ranks : 1; };
   const int64_t working = size_of_type(dtype);

@@ -21,8 +21,10 @@ struct StateFormula {
   double bytes(int64_t count) const { return parameters.bytes(count) + gradients.bytes(count) + optimizer.bytes(count); }
 };
 
-/// Working parameters and gradients take 4 bytes in "fp32" and 2 in "bf16". AdamW's two moments take 8; with bf16 working parameters the
-/// fp32 master weights, which are the optimizer's, another 4. Throws ConfigError for a placement or type of another name.
-StateFormula state_formula(const std::string& placement, const std::string& dtype, const std::string& gradient_dtype, int ranks);
+/// Working parameters and gradients take 4 bytes in "fp32" and 2 in "bf16". AdamW's two moments take 8; with bf16 working
+/// parameters the fp32 master weights, which are the optimizer's, another 4. Throws ConfigError for a placement or type of
+/// another name.
+StateFormula state_formula(const std::string& placement, const std::string& dtype, const std::string& gradient_dtype,
+                           int ranks);
 
 }  // namespace tessera::cli

@@ -25,8 +25,8 @@ namespace {
 
 void take_ranks_of(const World& world, const TrainCommand& command, TrainOptions& options) {
   if (command.given.contains("ranks") && options.ranks != world.size)
-    throw ConfigError(text("option ranks is ", options.ranks, ", but ", world.launcher, " started ", world.size, world.size == 1 ? " rank" : " ranks",
-                           "; leave the option out, or give both the same number"));
+    throw ConfigError(text("option ranks is ", options.ranks, ", but ", world.launcher, " started ", world.size,
+                           world.size == 1 ? " rank" : " ranks", "; leave the option out, or give both the same number"));
   options.ranks = world.size;
 }
 
@@ -49,7 +49,8 @@ void report(const nlohmann::json& result, const TrainOptions& options, const std
 
 int run_rank(const TrainOptions& options, const World& world, const TrainCommand& command) {
   at::set_num_threads(threads_of(options.threads_per_rank, world.local_size));
-  if (command.given.contains("timeout-ms")) ::setenv("TESSERA_TIMEOUT_MS", std::to_string(options.timeout_ms).c_str(), /*overwrite=*/1);
+  if (command.given.contains("timeout-ms"))
+    ::setenv("TESSERA_TIMEOUT_MS", std::to_string(options.timeout_ms).c_str(), /*overwrite=*/1);
   const bool leader = world.rank.value == 0;
   std::unique_ptr<ProgressBar> bar;
   if (leader && command.show != "nothing") bar = progress_bar(STDERR_FILENO);

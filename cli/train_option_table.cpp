@@ -17,7 +17,8 @@ template <class Number>
 Number number(const TrainOption& option, std::string_view word) {
   Number value{};
   const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-  if (error == std::errc::result_out_of_range) throw ConfigError(text("option ", option.name, ": ", word, " is out of range"));
+  if (error == std::errc::result_out_of_range)
+    throw ConfigError(text("option ", option.name, ": ", word, " is out of range"));
   if (error != std::errc() || end != word.data() + word.size()) refuse(option, word);
   return value;
 }
@@ -60,7 +61,8 @@ std::vector<TrainOption> optimizer_options(TrainOptions& o) {
       {"eps", &o.eps, group, "X", "added to the root of the second moment"},
       {"weight-decay", &o.weight_decay, group, "X", "decoupled weight decay"},
       {"clip", &o.clip, group, "NORM", "global gradient norm to clip to; 0: none"},
-      {"non-finite", &o.non_finite, group, "POLICY", "at a loss or gradient that is no finite number: stop, or skip the step"},
+      {"non-finite", &o.non_finite, group, "POLICY",
+       "at a loss or gradient that is no finite number: stop, or skip the step"},
   };
 }
 
@@ -73,7 +75,8 @@ std::vector<TrainOption> sharding_options(TrainOptions& o) {
       {"dtype", &o.dtype, group, "TYPE", "of the working parameters: fp32 or bf16"},
       {"threads-per-rank", &o.threads_per_rank, group, "N", "0: OMP_NUM_THREADS, or cores / ranks if that isn't set"},
       {"timeout-ms", &o.timeout_ms, group, "MS", "how long a rank waits for another"},
-      {"compare", &o.compare, group, "WITH", "unsharded: run the same steps without sharding too, and say how the numbers differ"},
+      {"compare", &o.compare, group, "WITH",
+       "unsharded: run the same steps without sharding too, and say how the numbers differ"},
   };
 }
 
@@ -81,7 +84,8 @@ std::vector<TrainOption> output_options(TrainOptions& o) {
   const std::string group = "Output";
   return {
       {"run-directory", &o.run_directory, group, "DIR", "where tokenizer.model and log.jsonl go; default: nowhere"},
-      {"json", &o.json, group, "FILE", "where the result goes as JSON (docs/train_json.md); without FILE or with -: standard output"},
+      {"json", &o.json, group, "FILE",
+       "where the result goes as JSON (docs/train_json.md); without FILE or with -: standard output"},
       {"schedule", &o.schedule, group, "", "print the recorded order of gathers, releases and reductions"},
   };
 }
@@ -90,7 +94,8 @@ std::vector<TrainOption> output_options(TrainOptions& o) {
 
 std::vector<TrainOption> train_option_table(TrainOptions& options) {
   std::vector<TrainOption> table;
-  for (const auto& part : {model_options(options), data_options(options), optimizer_options(options), sharding_options(options), output_options(options)})
+  for (const auto& part : {model_options(options), data_options(options), optimizer_options(options),
+                           sharding_options(options), output_options(options)})
     table.insert(table.end(), part.begin(), part.end());
   return table;
 }

@@ -40,7 +40,9 @@ void require_least(const char* option, double value, double least) {
   require(option, value, value >= least && value <= kLargest, text("a finite number, at least ", least));
 }
 
-void require_part(const char* option, double value) { require(option, value, value >= 0 && value <= 1, "a number from 0 to 1"); }
+void require_part(const char* option, double value) {
+  require(option, value, value >= 0 && value <= 1, "a number from 0 to 1");
+}
 
 void require_below_one(const char* option, double value) {
   require(option, value, value >= 0 && value < 1, "a number from 0 to less than 1");
@@ -52,7 +54,8 @@ void require_choice(const char* option, const std::string& value, const std::vec
     if (value == choice) return;
     list += text(list.empty() ? "" : ", ", choice.empty() ? "empty" : choice);
   }
-  throw ConfigError(text("option ", option, " must be one of ", list, ", but is '", value, "'", did_you_mean(value, choices)));
+  throw ConfigError(
+      text("option ", option, " must be one of ", list, ", but is '", value, "'", did_you_mean(value, choices)));
 }
 
 void check_model(models::LlamaConfig& model) {
@@ -99,13 +102,15 @@ void check_sharding(const TrainOptions& options) {
 }
 
 [[noreturn]] void refuse_data(const TrainOptions& options, const std::string& what) {
-  throw DataError(text("option data: file '", options.data, "' ", what, "; give a text file, or 'random' for synthetic tokens"));
+  throw DataError(
+      text("option data: file '", options.data, "' ", what, "; give a text file, or 'random' for synthetic tokens"));
 }
 
 void check_text_file(const TrainOptions& options) {
   std::error_code error;
   const auto status = std::filesystem::status(options.data, error);
-  if (!std::filesystem::exists(status)) refuse_data(options, text("can't be opened: ", error ? error.message() : "it does not exist"));
+  if (!std::filesystem::exists(status))
+    refuse_data(options, text("can't be opened: ", error ? error.message() : "it does not exist"));
   if (std::filesystem::is_directory(status)) refuse_data(options, "is a directory");
   if (!std::filesystem::is_regular_file(status)) refuse_data(options, "is not a regular file");
   if (::access(options.data.c_str(), R_OK) != 0) refuse_data(options, text("can't be read: ", std::strerror(errno)));
@@ -115,7 +120,8 @@ void check_text_file(const TrainOptions& options) {
 void check_data(const TrainOptions& options) {
   if (options.data == "random") {
     const auto require_text = [](bool unused, const char* option) {
-      if (!unused) throw ConfigError(text("option ", option, " needs a text: name a file with option data, which is 'random'"));
+      if (!unused)
+        throw ConfigError(text("option ", option, " needs a text: name a file with option data, which is 'random'"));
     };
     require_text(options.sample == 0, "sample");
     require_text(options.validate_every == 0, "validate-every");

@@ -196,8 +196,8 @@ TEST(Llama, EqualsItsDefinition) {
       auto model = seeded(config);
       model->to(torch::kDouble);
       const auto p = parameters_of(model);
-      for (const auto& [name, value] : p)
-        torch::NoGradGuard(), value.mul_(value.dim() == 1 ? 1.5 : 8.0);  // far from the linear regime
+      const torch::NoGradGuard no_grad;
+      for (const auto& [name, value] : p) value.mul_(value.dim() == 1 ? 1.5 : 8.0);  // far from the linear regime
       const auto tokens = some_tokens(config, 2, 11);
       // The model's tables are fp32: 1e-6, not 1e-15.
       EXPECT_TRUE(model->forward(tokens).allclose(plain_llama(config, p, tokens), 1e-5, 1e-5)) << kv_heads << tied;
@@ -213,7 +213,7 @@ TEST(Llama, GroupedHeadsAreRepeatedHeads) {
   const auto from = parameters_of(grouped);
   for (const auto& [name, value] : parameters_of(whole)) {
     const bool repeated = name.find("k_proj") != std::string::npos || name.find("v_proj") != std::string::npos;
-    const auto source = from.at(name);
+    const auto& source = from.at(name);
     value.copy_(repeated ? source.view({2, 8, 32}).repeat_interleave(2, 0).view({32, 32}) : source);
   }
   const auto tokens = some_tokens(grouped_config, 2, 12);

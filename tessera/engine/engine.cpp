@@ -66,6 +66,7 @@ std::string Engine::schedule() const {
 }
 
 void Engine::note(StepKind kind, uint32_t unit) {
+  if (!training_pass_) return;
   if (schedule_.note({kind, phase_, unit}) || departed_) return;
   departed_ = true;
   std::fprintf(stderr, "tessera: rank %d, step %lld: the order of operators changed at the %s of unit '%s'; it is recorded anew (said once)\n",
@@ -88,7 +89,8 @@ bool Engine::updates_in_backward() const {
 void Engine::before(std::span<const Access> accesses, std::string_view) {
   const bool backward = in_backward();
   if (accesses.size() == 1 && accesses[0].what->kind == Observed::Kind::unit && !accesses[0].writes &&
-      phase_ == (backward ? Phase::backward : Phase::forward) && unit_of(accesses[0]).residency() == Residency::resident)
+      phase_ == (backward ? Phase::backward : Phase::forward) && unit_of(accesses[0]).residency() == Residency::resident &&
+      (training_pass_ || !at::GradMode::is_enabled()))
     return;
   bool units = false, shard_writes = false;
   for (const auto& access : accesses) {
@@ -101,6 +103,7 @@ void Engine::before(std::span<const Access> accesses, std::string_view) {
   if (!units) return;
   if (backward && phase_ != Phase::backward) enter_backward();
   if (!backward && phase_ != Phase::forward) enter_forward();
+  if (!training_pass_ && (backward || at::GradMode::is_enabled())) begin_training_pass();
   touch_units(accesses);
 }
 
@@ -178,8 +181,14 @@ void Engine::enter_forward() {
   if (phase_ == Phase::backward)
     throw GuardError(text("the backward of step ", step_, " ended early with an exception; the gradients of this step are incomplete on this rank. "
                           "Destroy the sharded model and start again from the last checkpoint"));
-  if (at::GradMode::is_enabled()) refuse_unconsumed();
+  training_pass_ = false;
   phase_ = Phase::forward;
+}
+
+void Engine::begin_training_pass() {
+  refuse_unconsumed();
+  release_all();  // what an evaluation left resident is not part of the iteration
+  training_pass_ = true;
 }
 
 void Engine::refuse_unconsumed() const {

@@ -90,6 +90,7 @@ class Engine final : public AccessHandler {
   void touch(Unit& unit, uint32_t index);
   void release(uint32_t index);
   void keep_edit(Unit& unit);
+  void begin_training_pass();
   void note(StepKind kind, uint32_t unit);
 
   void sweep_gradients(Unit& unit);
@@ -121,6 +122,7 @@ class Engine final : public AccessHandler {
   int64_t skipped_ = 0;
   int32_t rounds_ = 0;                // backwards since the last step whose gradients were handed over
   int accumulating_ = 0;
+  bool training_pass_ = false;        // the present pass records gradients, so its steps belong to the schedule
   bool arrivals_ = false;             // some gradient came in this backward
   bool local_pending_ = false;        // gradients of accumulated backwards lie in the module's tensors
   bool reduction_pending_ = false;    // posted, and left for the optimizer to reduce

@@ -33,7 +33,7 @@ void Engine::post(uint32_t index) {
   if (unit.residency() == Residency::resident) release(index);
   if (updates_in_backward()) unit.expect_next_epoch();
   unit.post();
-  note(StepKind::post, index);
+  note(StepKind::reduce, index);
   to_reduce_.push_back(index);
   Bytes lent;
   for (const auto& other : units_) lent += other->lent_bytes();
@@ -84,7 +84,6 @@ void Engine::reduce(uint32_t index) {
     unit.publish_expected_epoch();
   }
   ++traffic_.reductions;
-  note(StepKind::reduce, index);
   to_return_.push_back(index);
 }
 
@@ -133,7 +132,6 @@ void Engine::reduce_replicated(GradientConsumer* consumer) {
     timed([&] { units_[index]->reduce(mean(), consumer, step_); });
     if (consumer != nullptr) units_[index]->updated = true;
     ++traffic_.reductions;
-    note(StepKind::reduce, index);
     to_return_.push_back(index);
   }
   for (const uint32_t index : indices) timed([&] { traffic_.reduce_wait += units_[index]->gather_sums(consumer, 1.0, step_); });

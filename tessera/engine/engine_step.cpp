@@ -75,8 +75,13 @@ bool Engine::run_step() {
   if (phase_ == Phase::backward) throw GuardError("the optimizer's step was called inside backward; call it when backward has returned");
   release_all();
   if (rounds_ == 0 || local_pending_) synchronise();
-  if (reduction_pending_) reduce_replicated(consumer_->fuses_reduction() ? consumer_ : nullptr);
-  bool applied = agree_on_step();
+  if (reduction_pending_) {
+    const bool fused = consumer_->fuses_reduction();
+    // A sharded optimizer writes parameters that peers read until they come here.
+    if (fused && placements_.optimizer == Placement::sharded) communicator_->barrier(text("optimizer step ", step_, " begins"));
+    reduce_replicated(fused ? consumer_ : nullptr);
+  }
+  const bool applied = agree_on_step();
   phase_ = Phase::stepping;
   const auto start = std::chrono::steady_clock::now();
   for (const auto& unit : units_)
@@ -96,7 +101,8 @@ void Engine::begin_outside_step() {
 
 void Engine::finish_step(bool applied) {
   for (const auto& unit : units_) {
-    if (applied && !unit->updated && (unit->any_gradient() || unit->shard_written)) {
+    const bool published = unit->updated && gradients_sharded();
+    if (applied && !published && (unit->any_gradient() || unit->shard_written)) {
       if (unit->shard_written) unit->write_working_from_master();
       unit->publish_next_epoch();
     }

@@ -13,7 +13,6 @@ const char* name_of(StepKind kind) {
   switch (kind) {
     case StepKind::gather: return "gather";
     case StepKind::release: return "release";
-    case StepKind::post: return "post";
     case StepKind::reduce: return "reduce";
   }
   return "?";

@@ -7,7 +7,11 @@
 namespace tessera {
 
 /// What the engine does with a unit.
-enum class StepKind : uint8_t { gather, release, post, reduce };
+enum class StepKind : uint8_t {
+  gather,
+  release,
+  reduce,  ///< its gradients are handed over; they are summed as soon as the peers' have come too
+};
 /// Where in the iteration.
 enum class Phase : uint8_t { idle, forward, backward, stepping };
 

@@ -139,7 +139,7 @@ void Unit::begin_edit() {
   TESSERA_CHECK(residency_ == Residency::resident, name_);
   if (edited_) return;
   edited_ = true;
-  if (!window_ || placements_.parameter == Placement::replicated) return;  // the replica is this rank's own
+  if (!window_) return;  // nobody else reads this memory
   edit_ = PrivateBuffer(window_->bytes(), "an edit of parameters");
   std::memcpy(edit_.data(), working_, static_cast<size_t>(edit_.bytes().value));
   storage_->attach(edit_.data());
