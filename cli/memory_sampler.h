@@ -7,8 +7,8 @@
 
 namespace tessera::cli {
 
-/// Follows this process's proportional set size, which the kernel keeps no peak of, by reading it again and again on a thread of its own.
-/// That slows the process, so let it run for a few steps only.
+/// Follows this process's proportional set size, which the kernel keeps no peak of, by reading it again and again on a
+/// thread of its own. That slows the process, so let it run for a few steps only.
 class MemorySampler {
  public:
   MemorySampler();  ///< takes the base and starts
@@ -17,8 +17,8 @@ class MemorySampler {
   MemorySampler& operator=(const MemorySampler&) = delete;
 
   void stop();
-  Bytes peak() const { return Bytes(peak_.load()); }              ///< proportional set size
-  Bytes base_resident() const { return base_.resident; }          ///< when the sampler was made
+  Bytes peak() const { return Bytes(peak_.load()); }      ///< proportional set size
+  Bytes base_resident() const { return base_.resident; }  ///< when the sampler was made
   Bytes base_proportional() const { return base_.proportional; }
 
  private:

@@ -14,11 +14,13 @@
 #include "cli/output.h"
 #include "cli/progress_bar.h"
 #include "cli/rank_environment.h"
+#include "cli/state_formula.h"
 #include "cli/train_loop.h"
 #include "cli/train_report.h"
 #include "tessera/base/environment.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/storage/memory.h"
 
 namespace tessera::cli {
 namespace {
@@ -45,6 +47,17 @@ void report(const nlohmann::json& result, const TrainOptions& options, const std
       print(summary);
   }
   if (!options.json.empty()) write_json(options.json, result);
+}
+
+// Before any rank is started: what all ranks of this host will hold. Each builds the whole model first, and gives it away
+// unit by unit.
+void require_memory_for(const TrainOptions& options) {
+  const int64_t count = options.model.parameters();
+  const StateFormula formula = state_formula(options.placement, options.dtype, options.dtype, options.ranks);
+  const double trained = options.ranks * formula.bytes(count);
+  const double built = options.ranks * (4.0 * static_cast<double>(count) + formula.parameters.bytes(count));
+  require_memory(Bytes(static_cast<int64_t>(std::max(trained, built))),
+                 text("training ", count, " parameters on ", options.ranks, " ranks as ", options.placement));
 }
 
 int run_rank(const TrainOptions& options, const World& world, const TrainCommand& command) {
@@ -77,6 +90,7 @@ int train_command(const TrainCommand& command) {
   const World world = World::from_env();
   if (!world.launcher.empty()) take_ranks_of(world, command, options);
   validate(options);
+  require_memory_for(options);
   if (!world.launcher.empty() || options.ranks == 1) return run_rank(options, world, command);
   std::vector<std::string> arguments{"train"};
   arguments.insert(arguments.end(), command.arguments.begin(), command.arguments.end());

@@ -29,7 +29,8 @@ double milliseconds(std::chrono::nanoseconds span) { return std::chrono::duratio
 
 std::unique_ptr<models::TokenSource> open_data(const TrainOptions& options) {
   const auto seed = static_cast<uint64_t>(options.seed);
-  if (options.data == "random") return std::make_unique<models::SyntheticData>(options.model.vocab, options.model.context, seed);
+  if (options.data == "random")
+    return std::make_unique<models::SyntheticData>(options.model.vocab, options.model.context, seed);
   return models::TextData::load(options.data, options.model.vocab, options.run_directory, options.model.context, seed);
 }
 
@@ -57,12 +58,13 @@ class Run {
     torch::manual_seed(static_cast<uint64_t>(options.seed));
     model_ = models::Llama(options.model);
     sharded_ = std::make_unique<Sharded>(fully_shard(model_, Mesh(world), shard_options(options)));
-    optimizer_ = std::make_unique<AdamW>(*sharded_, AdamWOptions{.lr = options.lr,
-                                                                 .beta1 = options.beta1,
-                                                                 .beta2 = options.beta2,
-                                                                 .eps = options.eps,
-                                                                 .weight_decay = options.weight_decay,
-                                                                 .fused_reduction = options.clip == 0 && options.non_finite == "stop"});
+    optimizer_ = std::make_unique<AdamW>(*sharded_,
+                                         AdamWOptions{.lr = options.lr,
+                                                      .beta1 = options.beta1,
+                                                      .beta2 = options.beta2,
+                                                      .eps = options.eps,
+                                                      .weight_decay = options.weight_decay,
+                                                      .fused_reduction = options.clip == 0 && options.non_finite == "stop"});
     if (world.rank.value == 0 && !options.run_directory.empty()) log_ = std::make_unique<RunLog>(options.run_directory);
   }
 
@@ -84,7 +86,8 @@ class Run {
     const Traffic before = sharded_->engine().traffic();
     const auto start = Clock::now();
     double loss = 0;
-    for (int64_t micro = 0; micro < options_.accumulate; ++micro) loss += run_micro_batch(step, micro) / static_cast<double>(options_.accumulate);
+    for (int64_t micro = 0; micro < options_.accumulate; ++micro)
+      loss += run_micro_batch(step, micro) / static_cast<double>(options_.accumulate);
     const auto computed = Clock::now();
     if (options_.clip > 0) sharded_->clip_grad_norm(options_.clip);
     optimizer_->options().lr = learning_rate(options_, step);
@@ -99,7 +102,8 @@ class Run {
     const double exposed = milliseconds(after.gather_wait + after.reduce_wait - before.gather_wait - before.reduce_wait);
     if (log_) log_->write({{"step", step + 1}, {"loss", loss}, {"step_ms", step_ms_.back()}});
     if (leader() && progress_) report(step, exposed);
-    if (options_.validate_every > 0 && (step + 1) % options_.validate_every == 0 && step + 1 < options_.steps) validations_.push_back({step + 1, validate()});
+    if (options_.validate_every > 0 && (step + 1) % options_.validate_every == 0 && step + 1 < options_.steps)
+      validations_.push_back({step + 1, validate()});
   }
 
   double run_micro_batch(int64_t step, int64_t micro) {
@@ -125,9 +129,10 @@ class Run {
     sharded_->engine().watch_non_finite(true);
     model_->loss(tokens);
     const std::string& where = sharded_->engine().first_non_finite();
-    throw NonFiniteError(text("step ", step + 1, ", rank ", world_.rank.value, ": the loss is ", loss, "; the first result that is not finite came from ",
-                              where.empty() ? std::string("the loss itself") : where,
-                              ". Lower --lr, use --clip 1.0, or look at the data of this step; --non-finite skip goes on without such steps"));
+    throw NonFiniteError(text(
+        "step ", step + 1, ", rank ", world_.rank.value, ": the loss is ", loss,
+        "; the first result that is not finite came from ", where.empty() ? std::string("the loss itself") : where,
+        ". Lower --lr, use --clip 1.0, or look at the data of this step; --non-finite skip goes on without such steps"));
   }
 
   void report(int64_t step, double exposed_ms) {
@@ -151,7 +156,8 @@ class Run {
     const torch::NoGradGuard no_grad;
     const int64_t samples = std::min(options_.validation_samples, data_->validation_samples());
     double sum = 0;
-    for (int64_t i = world_.rank.value; i < samples; i += world_.size) sum += model_->loss(data_->validation_batch(i, 1)).item<double>();
+    for (int64_t i = world_.rank.value; i < samples; i += world_.size)
+      sum += model_->loss(data_->validation_batch(i, 1)).item<double>();
     double total = 0;
     for (const auto& theirs : gather("validation", sum)) total += theirs.get<double>();
     return total / static_cast<double>(samples);
@@ -159,7 +165,8 @@ class Run {
 
   std::vector<json> gather(const std::string& label, const json& mine) {
     std::vector<json> all;
-    for (const auto& theirs : sharded_->engine().communicator().all_gather(label, mine.dump())) all.push_back(json::parse(theirs));
+    for (const auto& theirs : sharded_->engine().communicator().all_gather(label, mine.dump()))
+      all.push_back(json::parse(theirs));
     return all;
   }
 
@@ -201,22 +208,34 @@ class Run {
     const auto losses = gather("losses", losses_);
     std::vector<double> mean(losses_.size(), 0);
     for (const auto& theirs : losses)
-      for (size_t i = 0; i < mean.size(); ++i) mean[i] += theirs.at(i).is_null() ? NAN : theirs.at(i).get<double>() / world_.size;
-    result = {{"loss", mean}, {"step_ms", step_ms_}, {"tokens_per_second", median_tokens_per_second()}, {"parameters", sharded_->parameter_count()},
-              {"placement", options_.placement}, {"ranks", world_.size}, {"dtype", options_.dtype}, {"gradient_dtype", gradient_dtype()}, {"per_rank", per_rank}};
+      for (size_t i = 0; i < mean.size(); ++i)
+        mean[i] += theirs.at(i).is_null() ? NAN : theirs.at(i).get<double>() / world_.size;
+    result = {{"loss", mean},
+              {"step_ms", step_ms_},
+              {"tokens_per_second", median_tokens_per_second()},
+              {"parameters", sharded_->parameter_count()},
+              {"placement", options_.placement},
+              {"ranks", world_.size},
+              {"dtype", options_.dtype},
+              {"gradient_dtype", gradient_dtype()},
+              {"per_rank", per_rank}};
     if (options_.data != "random") result["validation"] = validation_result();
     if (leader() && options_.sample > 0) result["sample"] = sample();
     if (options_.schedule) result["schedule"] = sharded_->schedule();
     if (sharded_->engine().skipped() > 0) result["skipped_steps"] = sharded_->engine().skipped();
-    const auto parameters = leader() && !options_.compare.empty() ? sharded_->full_parameters() : std::vector<std::pair<std::string, torch::Tensor>>{};
+    const auto parameters = leader() && !options_.compare.empty() ? sharded_->full_parameters()
+                                                                  : std::vector<std::pair<std::string, torch::Tensor>>{};
     sharded_->engine().communicator().barrier("end of training");
     if (!leader()) return json::object();
     // Rank 0 runs the same steps alone; the others have nothing more to do.
-    if (!options_.compare.empty()) result["difference"] = compare_with_unsharded(options_, *data_, world_.size, mean, parameters);
+    if (!options_.compare.empty())
+      result["difference"] = compare_with_unsharded(options_, *data_, world_.size, mean, parameters);
     return result;
   }
 
-  std::string gradient_dtype() const { return options_.dtype == "bf16" && !shard_options(options_).precision.gradient ? "bf16" : "fp32"; }
+  std::string gradient_dtype() const {
+    return options_.dtype == "bf16" && !shard_options(options_).precision.gradient ? "bf16" : "fp32";
+  }
 
   double median_tokens_per_second() const {
     auto times = step_ms_;
@@ -229,7 +248,8 @@ class Run {
     const double loss = validate();
     const auto& data = dynamic_cast<const models::TextData&>(*data_);
     json result = {{"loss", loss}, {"nats_per_byte", loss / data.bytes_per_token()}};
-    if (leader()) result["bigram_nats_per_byte"] = models::bigram_baseline(data.training_text(), data.validation_text()).nats_per_byte;
+    if (leader())
+      result["bigram_nats_per_byte"] = models::bigram_baseline(data.training_text(), data.validation_text()).nats_per_byte;
     json during = json::array();
     for (const auto& [step, value] : validations_) during.push_back({{"step", step}, {"loss", value}});
     if (!during.empty()) result["during"] = during;
@@ -239,8 +259,12 @@ class Run {
   std::string sample() {
     const auto& data = dynamic_cast<const models::TextData&>(*data_);
     const auto prompt = data.tokenizer().encode("\n");
-    const auto tokens = models::generate([&](const torch::Tensor& tokens) { return model_->forward(tokens).to(torch::kFloat); }, prompt,
-                                         {.tokens = options_.sample, .context = options_.model.context, .temperature = 0.8, .seed = static_cast<uint64_t>(options_.seed)});
+    const auto tokens =
+        models::generate([&](const torch::Tensor& tokens) { return model_->forward(tokens).to(torch::kFloat); }, prompt,
+                         {.tokens = options_.sample,
+                          .context = options_.model.context,
+                          .temperature = 0.8,
+                          .seed = static_cast<uint64_t>(options_.seed)});
     return data.tokenizer().decode(tokens);
   }
 

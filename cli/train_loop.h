@@ -19,9 +19,11 @@ struct TrainProgress {
   double seconds_left = 0;
 };
 
-/// One rank's part of a training run. All ranks call it alike (collective); `progress` is called on rank 0 after each step. Returns, on
-/// rank 0, the result as docs/train_json.md describes it; elsewhere an empty object. Throws ConfigError, DataError and what fully_shard
-/// and the optimizer throw; NonFiniteError for a loss that is not finite, naming step, rank and the operator and unit where it arose.
-nlohmann::json train(const TrainOptions& options, const World& world, const std::function<void(const TrainProgress&)>& progress);
+/// One rank's part of a training run. All ranks call it alike (collective); `progress` is called on rank 0 after each step.
+/// Returns, on rank 0, the result as docs/train_json.md describes it; elsewhere an empty object. Throws ConfigError,
+/// DataError and what fully_shard and the optimizer throw; NonFiniteError for a loss that is not finite, naming step, rank
+/// and the operator and unit where it arose.
+nlohmann::json train(const TrainOptions& options, const World& world,
+                     const std::function<void(const TrainProgress&)>& progress);
 
 }  // namespace tessera::cli

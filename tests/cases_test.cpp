@@ -1,5 +1,5 @@
-// Published faults of sharded training, each with the numbers of the unsharded run (computed in fp64). Net S is the middle linear as a unit
-// and the rest in the root.
+// Published faults of sharded training, each with the numbers of the unsharded run (computed in fp64). Net S is the middle
+// linear as a unit and the rest in the root.
 #include <gtest/gtest.h>
 
 #include "tests/support/net_s.h"
@@ -13,7 +13,9 @@ using torch::nn::Linear;
 using torch::nn::LinearOptions;
 
 UnitPolicy named(std::vector<std::string> names) {
-  return [names = std::move(names)](const std::string& name, const torch::nn::Module&) { return std::find(names.begin(), names.end(), name) != names.end(); };
+  return [names = std::move(names)](const std::string& name, const torch::nn::Module&) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
 }
 
 ShardOptions net_s_options(const Placements& placements) { return {.placements = placements, .units = named({"middle"})}; }
@@ -31,9 +33,11 @@ NetS common_net() {
   return net;
 }
 
-const double kSgdLoss[] = {0.573100111651, 0.523932383766, 0.475849391235}, kSgdNorm[] = {0.741135127809, 0.715329010691, 0.686741454987};
+const double kSgdLoss[] = {0.573100111651, 0.523932383766, 0.475849391235},
+             kSgdNorm[] = {0.741135127809, 0.715329010691, 0.686741454987};
 
-void expect_sgd_steps(NetS& net, Sharded& sharded, torch::optim::Optimizer& optimizer, const World& world, double tolerance = 1e-6) {
+void expect_sgd_steps(NetS& net, Sharded& sharded, torch::optim::Optimizer& optimizer, const World& world,
+                      double tolerance = 1e-6) {
   for (int s = 0; s < 3; ++s) {
     auto loss = net_s_loss(net, world, s, net->first->weight.scalar_type());
     loss.backward();
@@ -75,7 +79,8 @@ TEST(Cases, NetSWithAdamW) {
       auto net = common_net();
       auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
       AdamW optimizer(sharded, {.lr = 0.05, .weight_decay = 0.01, .fused_reduction = fused});
-      const double losses[] = {0.573100111651, 0.450210164873, 0.380128057020}, norms[] = {0.741135127809, 0.575792391337, 0.498418342716};
+      const double losses[] = {0.573100111651, 0.450210164873, 0.380128057020},
+                   norms[] = {0.741135127809, 0.575792391337, 0.498418342716};
       for (int s = 0; s < 3; ++s) {
         auto loss = net_s_loss(net, world, s);
         loss.backward();
@@ -94,7 +99,9 @@ TEST(Cases, NetSWithAdamW) {
 }
 
 struct PairImpl : torch::nn::Module {
-  PairImpl(bool bias = true) : a(register_module("a", Linear(LinearOptions(4, 4).bias(bias)))), b(register_module("b", Linear(LinearOptions(4, 4).bias(bias)))) {
+  PairImpl(bool bias = true)
+      : a(register_module("a", Linear(LinearOptions(4, 4).bias(bias)))),
+        b(register_module("b", Linear(LinearOptions(4, 4).bias(bias)))) {
     set_common_values(*this);
   }
   Linear a{nullptr}, b{nullptr};
@@ -140,7 +147,9 @@ TEST(Cases, B02UnusedParameterHasNoGradient) {
 
 struct SkippingImpl : torch::nn::Module {
   SkippingImpl()
-      : e0(register_module("e0", Linear(4, 4))), e1(register_module("e1", Linear(4, 4))), out(register_module("out", Linear(4, 4))) {
+      : e0(register_module("e0", Linear(4, 4))),
+        e1(register_module("e1", Linear(4, 4))),
+        out(register_module("out", Linear(4, 4))) {
     set_common_values(*this);
   }
   torch::Tensor forward(torch::Tensor x, bool skip) {
@@ -161,7 +170,8 @@ TEST(Cases, B03ARankSkipsAUnit) {
         net(x, world.rank.value == 1).pow(2).mean().backward();
         ((plain(x, false).pow(2).mean() + plain(x, true).pow(2).mean()) / 2).backward();
         auto gradients = gradients_of(sharded);
-        for (const auto& item : plain->named_parameters()) EXPECT_TRUE(torch::allclose(gradients[item.key()], item.value().grad(), 1e-6, 1e-7)) << item.key();
+        for (const auto& item : plain->named_parameters())
+          EXPECT_TRUE(torch::allclose(gradients[item.key()], item.value().grad(), 1e-6, 1e-7)) << item.key();
       },
       {2});
 }
@@ -225,13 +235,16 @@ TEST(Cases, B07RanksUseUnitsInDifferentOrder) {
       [](const World& world, const Placements& placements) {
         Pair pair(false), plain(false);
         auto sharded = fully_shard(pair, Mesh(world), {.placements = placements, .units = named({"a", "b"})});
-        const auto run = [](Pair& net, int rank) { return rank == 0 ? net->b(net->a(torch::eye(4))) : net->a(net->b(torch::eye(4))); };
+        const auto run = [](Pair& net, int rank) {
+          return rank == 0 ? net->b(net->a(torch::eye(4))) : net->a(net->b(torch::eye(4)));
+        };
         auto out = run(pair, world.rank.value);
         EXPECT_TRUE(torch::equal(out, run(plain, world.rank.value)));
         out.pow(2).mean().backward();
         ((run(plain, 0).pow(2).mean() + run(plain, 1).pow(2).mean()) / 2).backward();
         auto gradients = gradients_of(sharded);
-        for (const auto& item : plain->named_parameters()) EXPECT_TRUE(torch::allclose(gradients[item.key()], item.value().grad(), 1e-6, 1e-7)) << item.key();
+        for (const auto& item : plain->named_parameters())
+          EXPECT_TRUE(torch::allclose(gradients[item.key()], item.value().grad(), 1e-6, 1e-7)) << item.key();
       },
       {2});
 }
@@ -263,7 +276,8 @@ TEST(Cases, B09ClippingIsThatOfTheWholeModel) {
     auto net = common_net();
     auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
     torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
-    const double losses[] = {0.573100111651, 0.575291733895, 0.575656615675}, norms[] = {0.741135127809, 0.791104313745, 0.831108184395};
+    const double losses[] = {0.573100111651, 0.575291733895, 0.575656615675},
+                 norms[] = {0.741135127809, 0.791104313745, 0.831108184395};
     for (int s = 0; s < 3; ++s) {
       auto loss = net_s_loss(net, world, s);
       loss.backward();
@@ -431,7 +445,9 @@ TEST(Cases, B19ParameterUsedOutsideItsModule) {
 }
 
 struct TwiceImpl : torch::nn::Module {
-  TwiceImpl() : inner(register_module("inner", Linear(6, 6))), output(register_module("output", Linear(6, 3))) { set_common_values(*this); }
+  TwiceImpl() : inner(register_module("inner", Linear(6, 6))), output(register_module("output", Linear(6, 3))) {
+    set_common_values(*this);
+  }
   torch::Tensor forward(const torch::Tensor& x) { return output(torch::tanh(inner(torch::tanh(inner(x))))); }
   Linear inner{nullptr}, output{nullptr};
 };

@@ -52,7 +52,7 @@ std::string printed_to_pipe(int steps) {
     for (int step = 1; step <= steps; ++step) bar->show({.step = step, .steps = steps, .loss = 1});
   }
   ::close(ends[1]);
-  const std::string all = read_some(ends[0]);
+  std::string all = read_some(ends[0]);
   ::close(ends[0]);
   return all;
 }
@@ -62,7 +62,7 @@ std::string drawn_on_terminal(int columns) {
   int ours, theirs;
   EXPECT_EQ(::openpty(&ours, &theirs, nullptr, nullptr, &size), 0);
   progress_bar(theirs)->show(kHalf);
-  const std::string all = read_some(ours);
+  std::string all = read_some(ours);
   ::close(theirs);
   ::close(ours);
   return all;
@@ -72,7 +72,7 @@ TEST(ProgressBar, ShowsEverythingThatFits) {
   EXPECT_EQ(
       bar_line(kHalf, {.columns = 120}),
       "step 50/100 ===============---------------  loss 2.3457  1:23 left  3,421 tokens/s  210 MiB/rank  exposed 1.2 %");
-  EXPECT_EQ(bar_line(kHalf, {.columns = 60}), "step 50/100 =========----------  loss 2.3457  1:23 left");
+  EXPECT_EQ(bar_line(kHalf, {.columns = 60}), "step 50/100 ===========------------  loss 2.3457  1:23 left");
 }
 
 TEST(ProgressBar, NeverFillsTheLastColumn) {

@@ -11,9 +11,9 @@
 
 namespace tessera {
 
-/// What ranks say to each other. The small collectives are two-sided: all ranks call them in the same order with the same label, and
-/// a rank that calls another one makes all throw an AgreementError naming both. Parameters and gradients of a unit travel through the
-/// two objects that this makes, which are one-sided.
+/// What ranks say to each other. The small collectives are two-sided: all ranks call them in the same order with the same
+/// label, and a rank that calls another one makes all throw an AgreementError naming both. Parameters and gradients of a
+/// unit travel through the two objects that this makes, which are one-sided.
 class Communicator {
  public:
   virtual ~Communicator() = default;

@@ -10,8 +10,9 @@
 
 namespace tessera {
 
-/// One unit's gradients, handed from the ranks that computed them to the ranks that sum them. In rounds: every rank offers where its
-/// gradients lie and posts, reads what it needs of its peers' once they have posted, and says so; then the memory is its own again.
+/// One unit's gradients, handed from the ranks that computed them to the ranks that sum them. In rounds: every rank offers
+/// where its gradients lie and posts, reads what it needs of its peers' once they have posted, and says so; then the memory
+/// is its own again.
 class GradientExchange {
  public:
   virtual ~GradientExchange() = default;
@@ -21,7 +22,8 @@ class GradientExchange {
   virtual void post(uint32_t round) = 0;
   virtual bool posted(Rank rank, uint32_t round) const = 0;
 
-  /// First byte of `rank`'s gradient of a parameter as this rank can read it, or nullptr if it has none. Valid from posted to read.
+  /// First byte of `rank`'s gradient of a parameter as this rank can read it, or nullptr if it has none. Valid from posted
+  /// to read.
   virtual const void* gradient(Rank rank, size_t parameter) const = 0;
 
   /// For gradients that stay replicated: the owned part of each parameter's sum now lies at `sum`, for the peers to take.

@@ -9,9 +9,9 @@
 
 namespace tessera {
 
-/// One unit's parameters over the ranks of an axis: a buffer of which rank r owns chunk r. Owners publish a new version of their chunk
-/// as an epoch; a reader waits for the epoch it needs from every owner. One-sided: a rank that never reads hangs nobody.
-/// An owner may write epoch e + 1 only when every rank is done reading epoch e, which is the caller's to know.
+/// One unit's parameters over the ranks of an axis: a buffer of which rank r owns chunk r. Owners publish a new version of
+/// their chunk as an epoch; a reader waits for the epoch it needs from every owner. One-sided: a rank that never reads hangs
+/// nobody. An owner may write epoch e + 1 only when every rank is done reading epoch e, which is the caller's to know.
 class ParameterWindow {
  public:
   virtual ~ParameterWindow() = default;

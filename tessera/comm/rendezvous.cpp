@@ -59,7 +59,8 @@ bool same_user(int socket) {
 }
 
 int remaining_ms(Deadline deadline) {
-  return static_cast<int>(std::max<int64_t>(0, std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count()));
+  return static_cast<int>(
+      std::max<int64_t>(0, std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count()));
 }
 
 bool receive_exactly(int socket, void* to, size_t bytes, Deadline deadline) {
@@ -88,7 +89,8 @@ void send_welcome(int socket, const Welcome& welcome, int memory) {
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &memory, sizeof memory);
-  if (sendmsg(socket, &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof welcome)) refuse("could not hand the shared memory to a rank of this run");
+  if (sendmsg(socket, &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof welcome))
+    refuse("could not hand the shared memory to a rank of this run");
 }
 
 bool receive_welcome(int socket, Welcome& welcome, Descriptor& memory, Deadline deadline) {
@@ -109,7 +111,8 @@ bool receive_welcome(int socket, Welcome& welcome, Descriptor& memory, Deadline 
     std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
     memory = Descriptor(fd);
   }
-  return memory && receive_exactly(socket, reinterpret_cast<char*>(&welcome) + got, sizeof welcome - static_cast<size_t>(got), deadline);
+  return memory && receive_exactly(socket, reinterpret_cast<char*>(&welcome) + got,
+                                   sizeof welcome - static_cast<size_t>(got), deadline);
 }
 
 Descriptor create_memory(int64_t bytes) {
@@ -132,7 +135,8 @@ Meeting host(const World& world, int generation, int64_t bytes, Deadline deadlin
   const Descriptor listener(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!listener) refuse("could not create a Unix socket");
   if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
-    refuse(errno == EADDRINUSE ? "another run with the same launcher identity is starting on this host; give each run its own MASTER_PORT or job"
+    refuse(errno == EADDRINUSE ? "another run with the same launcher identity is starting on this host; give each run its "
+                                 "own MASTER_PORT or job"
                                : "could not bind the Unix socket of this run");
   if (listen(listener.get(), kMaxRanks) != 0) refuse("could not listen on the Unix socket of this run");
 
@@ -141,15 +145,22 @@ Meeting host(const World& world, int generation, int64_t bytes, Deadline deadlin
   std::vector<Descriptor> guests(static_cast<size_t>(world.local_size));
   for (std::string missing; !(missing = ranks_without(guests)).empty();) {
     pollfd ready{listener.get(), POLLIN, 0};
-    if (poll(&ready, 1, remaining_ms(deadline)) <= 0) throw PeerError(text("local ranks ", missing, " of ", world.local_size, " did not come to the start of this run in time"));
+    if (poll(&ready, 1, remaining_ms(deadline)) <= 0)
+      throw PeerError(
+          text("local ranks ", missing, " of ", world.local_size, " did not come to the start of this run in time"));
     Descriptor guest(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
     Hello hello;
-    if (!guest || !same_user(guest.get()) || !receive_exactly(guest.get(), &hello, sizeof hello, deadline)) continue;  // a stranger
-    if (hello.protocol != kProtocol) throw AgreementError("a rank of this run uses another version of Tessera; install the same on all");
+    if (!guest || !same_user(guest.get()) || !receive_exactly(guest.get(), &hello, sizeof hello, deadline))
+      continue;  // a stranger
+    if (hello.protocol != kProtocol)
+      throw AgreementError("a rank of this run uses another version of Tessera; install the same on all");
     if (hello.local_size != world.local_size || hello.local_rank < 1 || hello.local_rank >= world.local_size)
-      throw AgreementError(text("a process joined as local rank ", hello.local_rank, " of ", hello.local_size, ", but this run has ", world.local_size, " local ranks"));
+      throw AgreementError(text("a process joined as local rank ", hello.local_rank, " of ", hello.local_size,
+                                ", but this run has ", world.local_size, " local ranks"));
     const auto rank = static_cast<size_t>(hello.local_rank);
-    if (guests[rank]) throw AgreementError(text("two processes joined as local rank ", rank, " (", meeting.process_ids[rank], " and ", hello.process, ")"));
+    if (guests[rank])
+      throw AgreementError(
+          text("two processes joined as local rank ", rank, " (", meeting.process_ids[rank], " and ", hello.process, ")"));
     guests[rank] = std::move(guest);
     meeting.process_ids[rank] = hello.process;
   }
@@ -170,7 +181,8 @@ Meeting join(const World& world, int generation, Deadline deadline) {
       const Hello hello{.local_rank = world.local_rank.value, .local_size = world.local_size, .process = getpid()};
       Welcome welcome;
       Descriptor memory;
-      if (send(host.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello || !receive_welcome(host.get(), welcome, memory, deadline))
+      if (send(host.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello ||
+          !receive_welcome(host.get(), welcome, memory, deadline))
         throw PeerError("local rank 0 ended while the ranks of this run were meeting");
       return {std::move(memory), welcome.bytes, {welcome.processes, welcome.processes + world.local_size}};
     }
@@ -183,8 +195,10 @@ Meeting join(const World& world, int generation, Deadline deadline) {
 
 Meeting meet(const World& world, int generation, int64_t bytes, std::chrono::milliseconds timeout) {
   if (world.local_size != world.size)
-    throw ConfigError(text("this run has ", world.size, " ranks, but only ", world.local_size, " on this host; shared memory joins the ranks of one host only"));
-  if (world.local_size > kMaxRanks) throw ConfigError(text("at most ", kMaxRanks, " ranks share one host's memory, not ", world.local_size));
+    throw ConfigError(text("this run has ", world.size, " ranks, but only ", world.local_size,
+                           " on this host; shared memory joins the ranks of one host only"));
+  if (world.local_size > kMaxRanks)
+    throw ConfigError(text("at most ", kMaxRanks, " ranks share one host's memory, not ", world.local_size));
   const Deadline deadline = Clock::now() + timeout;
   return world.local_rank.value == 0 ? host(world, generation, bytes, deadline) : join(world, generation, deadline);
 }

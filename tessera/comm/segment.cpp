@@ -81,7 +81,8 @@ uint64_t hash_of(const std::string& label, int64_t bytes) {
 }
 
 std::string named(const Operation& operation) {
-  return text(operation.kind, operation.what.empty() ? "" : " of ", operation.what, operation.step > 0 ? text(" in step ", operation.step) : "");
+  return text(operation.kind, operation.what.empty() ? "" : " of ", operation.what,
+              operation.step > 0 ? text(" in step ", operation.step) : "");
 }
 
 std::string process_state(int process) {
@@ -92,12 +93,18 @@ std::string process_state(int process) {
   const char state = end != std::string::npos && end + 2 < line.size() ? line[end + 2] : '?';
   switch (state) {
     case 'T':
-    case 't': return "stopped by a signal";
-    case 'R': return "computing";
-    case 'S': return "sleeping";
-    case 'D': return "waiting for a device";
-    case 'Z': return "dead";
-    default: return "gone";
+    case 't':
+      return "stopped by a signal";
+    case 'R':
+      return "computing";
+    case 'S':
+      return "sleeping";
+    case 'D':
+      return "waiting for a device";
+    case 'Z':
+      return "dead";
+    default:
+      return "gone";
   }
 }
 
@@ -111,12 +118,19 @@ std::shared_ptr<Segment> Segment::join(const World& world, std::chrono::millisec
 }
 
 Segment::Segment(const World& world, Meeting meeting, std::chrono::milliseconds timeout)
-    : rank_(world.local_rank), ranks_(world.local_size), timeout_(timeout), meeting_(std::move(meeting)), next_object_(kObjects) {
-  for (const int process : meeting_.process_ids) processes_.emplace_back(static_cast<int>(syscall(SYS_pidfd_open, process, 0)));
-  void* mapped = mmap(nullptr, static_cast<size_t>(meeting_.bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, meeting_.memory.get(), 0);
+    : rank_(world.local_rank),
+      ranks_(world.local_size),
+      timeout_(timeout),
+      meeting_(std::move(meeting)),
+      next_object_(kObjects) {
+  for (const int process : meeting_.process_ids)
+    processes_.emplace_back(static_cast<int>(syscall(SYS_pidfd_open, process, 0)));
+  void* mapped = mmap(nullptr, static_cast<size_t>(meeting_.bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
+                      meeting_.memory.get(), 0);
   if (mapped == MAP_FAILED)
-    throw SystemError(text("the system refuses to map ", meeting_.bytes, " bytes of address space for the ranks' shared memory (",
-                           std::strerror(errno), "); raise `ulimit -v`, if it is set"));
+    throw SystemError(text("the system refuses to map ", meeting_.bytes,
+                           " bytes of address space for the ranks' shared memory (", std::strerror(errno),
+                           "); raise `ulimit -v`, if it is set"));
   madvise(mapped, static_cast<size_t>(meeting_.bytes), MADV_DONTDUMP);
   base_ = static_cast<std::byte*>(mapped);
   control_ = reinterpret_cast<Control*>(base_);
@@ -129,17 +143,20 @@ Segment::~Segment() {
   munmap(base_, static_cast<size_t>(meeting_.bytes));
 }
 
-SharedBlock::SharedBlock(std::shared_ptr<Segment> segment, Bytes bytes, const std::string& label) : segment_(std::move(segment)) {
+SharedBlock::SharedBlock(std::shared_ptr<Segment> segment, Bytes bytes, const std::string& label)
+    : segment_(std::move(segment)) {
   bytes_ = Bytes(round_up(std::max<int64_t>(bytes.value, 1), kPage));
   index_ = segment_->objects_;
   const int64_t offset = segment_->next_object_;
   if (index_ == kMaxObjects || segment_->at(offset + bytes_.value) > segment_->arena(Rank(0)))
-    throw SystemError(text("the address range for shared objects is used up (", index_, " objects); wanted ", bytes.value, " bytes for ", label));
+    throw SystemError(text("the address range for shared objects is used up (", index_, " objects); wanted ", bytes.value,
+                           " bytes for ", label));
   uint64_t seen = 0;
   const uint64_t mine = hash_of(label, bytes.value);
   if (!segment_->control_->objects[index_].identity.compare_exchange_strong(seen, mine) && seen != mine)
-    throw AgreementError(text("rank ", segment_->rank_.value, " allocates ", label, " (", bytes.value,
-                              " bytes) where another rank allocates something else; all ranks must shard the same model in the same order"));
+    throw AgreementError(
+        text("rank ", segment_->rank_.value, " allocates ", label, " (", bytes.value,
+             " bytes) where another rank allocates something else; all ranks must shard the same model in the same order"));
   data_ = segment_->at(offset);
   segment_->next_object_ += bytes_.value;
   ++segment_->objects_;
@@ -147,10 +164,13 @@ SharedBlock::SharedBlock(std::shared_ptr<Segment> segment, Bytes bytes, const st
 
 SharedBlock::~SharedBlock() {
   auto& released = segment_->control_->objects[index_].released;
-  if (static_cast<int>(released.fetch_add(1) + 1) == segment_->ranks_) madvise(data_, static_cast<size_t>(bytes_.value), MADV_REMOVE);
+  if (static_cast<int>(released.fetch_add(1) + 1) == segment_->ranks_)
+    madvise(data_, static_cast<size_t>(bytes_.value), MADV_REMOVE);
 }
 
-std::byte* Segment::arena(Rank rank) const { return base_ + meeting_.bytes - (ranks_ - rank.value) * arena_capacity().value; }
+std::byte* Segment::arena(Rank rank) const {
+  return base_ + meeting_.bytes - (ranks_ - rank.value) * arena_capacity().value;
+}
 Bytes Segment::arena_capacity() const { return Bytes(arena_space(physical_memory())); }
 
 std::byte* Segment::mailbox(Rank rank, uint32_t sequence) const {
@@ -210,13 +230,15 @@ std::chrono::nanoseconds Segment::wait_slowly(const Operation& operation, const 
   return std::chrono::steady_clock::now() - start;
 }
 
-bool Segment::wait_unless_peers_wait(const Operation& operation, const std::function<bool(Rank)>& arrived, std::chrono::nanoseconds& waited) {
+bool Segment::wait_unless_peers_wait(const Operation& operation, const std::function<bool(Rank)>& arrived,
+                                     std::chrono::nanoseconds& waited) {
   if (all(arrived)) return true;
   const auto start = std::chrono::steady_clock::now();
   const auto done = [&] { return all(arrived); };
   const auto stuck = [&] {
     for (int r = 0; r < ranks_; ++r)
-      if (r != rank_.value && !arrived(Rank(r)) && control_->ranks[r].waiting.load(std::memory_order_acquire) == 0) return false;
+      if (r != rank_.value && !arrived(Rank(r)) && control_->ranks[r].waiting.load(std::memory_order_acquire) == 0)
+        return false;
     return true;
   };
   announce(operation, true);
@@ -265,18 +287,22 @@ void Segment::check_peers(const Operation& operation, const std::function<bool(R
     const std::string where = text("rank ", rank_.value, " waited in ", named(operation));
     if (presence == Presence::failed) throw PeerError(text("rank ", r, " failed while ", where, ": ", peer.message));
     if (presence == Presence::left)
-      throw PeerError(text("rank ", r, " has ended its part of the run while ", where, "; all ranks must run the same number of steps"));
+      throw PeerError(
+          text("rank ", r, " has ended its part of the run while ", where, "; all ranks must run the same number of steps"));
     throw PeerError(text("rank ", r, " (process ", meeting_.process_ids[static_cast<size_t>(r)], ") died while ", where));
   }
 }
 
 bool Segment::all_wait() const {
   for (int r = 0; r < ranks_; ++r)
-    if (control_->ranks[r].presence.load() == Presence::running && control_->ranks[r].waiting.load(std::memory_order_acquire) == 0) return false;
+    if (control_->ranks[r].presence.load() == Presence::running &&
+        control_->ranks[r].waiting.load(std::memory_order_acquire) == 0)
+      return false;
   return true;
 }
 
-void Segment::refuse_to_wait(const std::string& how_long, const Operation& operation, const std::function<bool(Rank)>& arrived) const {
+void Segment::refuse_to_wait(const std::string& how_long, const Operation& operation,
+                             const std::function<bool(Rank)>& arrived) const {
   std::string missing;
   bool standstill = true;
   for (int r = 0; r < ranks_; ++r) {

@@ -38,8 +38,8 @@ class Segment {
   int ranks() const { return ranks_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
-  std::byte* arena(Rank rank) const;     ///< first byte of that rank's arena
-  Bytes arena_capacity() const;          ///< address range of one arena
+  std::byte* arena(Rank rank) const;  ///< first byte of that rank's arena
+  Bytes arena_capacity() const;       ///< address range of one arena
   int64_t offset_of(const void* address) const { return static_cast<const std::byte*>(address) - base_; }
   bool contains(const void* address) const { return offset_of(address) >= 0 && offset_of(address) < meeting_.bytes; }
   std::byte* at(int64_t offset) const { return base_ + offset; }
@@ -49,8 +49,8 @@ class Segment {
   /// Tells sleeping ranks to look again. Call after every store that a peer may wait for.
   void pulse();
 
-  /// Returns once `arrived(r)` holds for every rank r, and how long that took. Spins briefly, then sleeps. Throws PeerError that
-  /// names rank, process and operation if a missing rank died, failed or left, or did not arrive within the time-out.
+  /// Returns once `arrived(r)` holds for every rank r, and how long that took. Spins briefly, then sleeps. Throws PeerError
+  /// that names rank, process and operation if a missing rank died, failed or left, or did not arrive within the time-out.
   template <class Arrived>
   std::chrono::nanoseconds wait(const Operation& operation, Arrived&& arrived) {
     if (all(arrived)) return {};
@@ -64,7 +64,8 @@ class Segment {
   }
 
   /// As `wait`, but gives up (returns false) when every missing rank is itself waiting: nobody would ever come.
-  bool wait_unless_peers_wait(const Operation& operation, const std::function<bool(Rank)>& arrived, std::chrono::nanoseconds& waited);
+  bool wait_unless_peers_wait(const Operation& operation, const std::function<bool(Rank)>& arrived,
+                              std::chrono::nanoseconds& waited);
 
   /// This rank ends on purpose, or because of an error that its peers should be told about. The first call counts.
   void leave() noexcept;
@@ -77,7 +78,8 @@ class Segment {
   void sleep_until_pulse(const std::function<bool()>& done);
   void check_peers(const Operation& operation, const std::function<bool(Rank)>& arrived) const;
   bool all_wait() const;
-  [[noreturn]] void refuse_to_wait(const std::string& how_long, const Operation& operation, const std::function<bool(Rank)>& arrived) const;
+  [[noreturn]] void refuse_to_wait(const std::string& how_long, const Operation& operation,
+                                   const std::function<bool(Rank)>& arrived) const;
   std::string describe(Rank rank) const;
   void announce(const Operation& operation, bool waiting);
 
@@ -93,12 +95,12 @@ class Segment {
   int spins_;
 };
 
-/// Zeroed memory at the same offset on all ranks, 4096-aligned. All ranks allocate in the same order. Its pages return to the
-/// system when the last rank has given its block back.
+/// Zeroed memory at the same offset on all ranks, 4096-aligned. All ranks allocate in the same order. Its pages return to
+/// the system when the last rank has given its block back.
 class SharedBlock {
  public:
-  /// Throws AgreementError if another rank allocates something else at this place in the order, SystemError if the address range
-  /// is used up.
+  /// Throws AgreementError if another rank allocates something else at this place in the order, SystemError if the address
+  /// range is used up.
   SharedBlock(std::shared_ptr<Segment> segment, Bytes bytes, const std::string& label);
   ~SharedBlock();
   SharedBlock(const SharedBlock&) = delete;

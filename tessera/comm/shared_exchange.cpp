@@ -5,7 +5,8 @@ namespace tessera {
 SharedExchange::SharedExchange(const std::shared_ptr<Segment>& segment, const std::string& label, size_t parameters)
     : segment_(segment),
       parameters_(parameters),
-      block_(segment, Bytes(segment->ranks() * static_cast<int64_t>(sizeof(Counters) + 2 * parameters * sizeof(int64_t))), label + " gradient offers") {}
+      block_(segment, Bytes(segment->ranks() * static_cast<int64_t>(sizeof(Counters) + 2 * parameters * sizeof(int64_t))),
+             label + " gradient offers") {}
 
 int64_t* SharedExchange::offers(Rank rank) const {
   auto* first = reinterpret_cast<int64_t*>(block_.data() + sizeof(Counters) * static_cast<size_t>(segment_->ranks()));
@@ -39,7 +40,8 @@ std::chrono::nanoseconds SharedExchange::wait_finished(uint32_t round, std::stri
 
 std::chrono::nanoseconds SharedExchange::wait_posted_politely(uint32_t round, std::string_view unit, int64_t step) {
   std::chrono::nanoseconds waited{};
-  segment_->wait_unless_peers_wait({"the reduction of the gradients", unit, step}, [&](Rank r) { return posted(r, round); }, waited);
+  segment_->wait_unless_peers_wait(
+      {"the reduction of the gradients", unit, step}, [&](Rank r) { return posted(r, round); }, waited);
   return waited;
 }
 

@@ -41,11 +41,14 @@ class SharedExchange final : public GradientExchange {
   int64_t* offers(Rank rank) const;
   const void* address(int64_t offset) const { return offset == 0 ? nullptr : segment_->at(offset); }
   void announce(std::atomic<uint32_t>& counter, uint32_t round);
-  static bool reached(const std::atomic<uint32_t>& counter, uint32_t round) { return counter.load(std::memory_order_acquire) >= round; }
+  static bool reached(const std::atomic<uint32_t>& counter, uint32_t round) {
+    return counter.load(std::memory_order_acquire) >= round;
+  }
 
   std::shared_ptr<Segment> segment_;
   size_t parameters_;
-  SharedBlock block_;  // counters of all ranks, then for each rank an offset a parameter for its gradient, and one for its sum
+  SharedBlock
+      block_;  // counters of all ranks, then for each rank an offset a parameter for its gradient, and one for its sum
 };
 
 }  // namespace tessera

@@ -24,7 +24,9 @@ constexpr size_t kPart = Segment::kMailboxBytes - sizeof(Envelope);
 
 Progress* progress_of(const SharedBlock& block) { return reinterpret_cast<Progress*>(block.data()); }
 
-std::chrono::milliseconds time_out() { return std::chrono::milliseconds(environment_integer("TESSERA_TIMEOUT_MS").value_or(300'000)); }
+std::chrono::milliseconds time_out() {
+  return std::chrono::milliseconds(environment_integer("TESSERA_TIMEOUT_MS").value_or(300'000));
+}
 
 }  // namespace
 
@@ -42,7 +44,8 @@ std::shared_ptr<SharedMemory> SharedMemory::connect(const World& world) {
 }
 
 SharedMemory::SharedMemory(std::shared_ptr<Segment> segment)
-    : segment_(std::move(segment)), progress_(segment_, Bytes(sizeof(Progress) * static_cast<size_t>(segment_->ranks())), "progress") {}
+    : segment_(std::move(segment)),
+      progress_(segment_, Bytes(sizeof(Progress) * static_cast<size_t>(segment_->ranks())), "progress") {}
 
 SharedMemory::~SharedMemory() { segment_->leave(); }
 
@@ -55,14 +58,16 @@ std::vector<std::string> SharedMemory::exchange_part(const std::string& label, s
   std::memcpy(envelope + 1, part.data(), part.size());
   progress_of(progress_)[rank().value].entered.store(turn, std::memory_order_release);
   segment_->pulse();
-  segment_->wait({"collective", label}, [&](Rank r) { return progress_of(progress_)[r.value].entered.load(std::memory_order_acquire) >= turn; });
+  segment_->wait({"collective", label},
+                 [&](Rank r) { return progress_of(progress_)[r.value].entered.load(std::memory_order_acquire) >= turn; });
 
   std::vector<std::string> parts;
   for (int r = 0; r < size(); ++r) {
     const auto* theirs = reinterpret_cast<const Envelope*>(segment_->mailbox(Rank(r), turn));
     if (std::strncmp(theirs->label, envelope->label, sizeof envelope->label) != 0)
-      throw AgreementError(text("rank ", r, " is in the collective '", theirs->label, "' while rank ", rank().value, " is in '", label,
-                                "' (number ", turn, " of this run); all ranks must do the same things in the same order"));
+      throw AgreementError(text("rank ", r, " is in the collective '", theirs->label, "' while rank ", rank().value,
+                                " is in '", label, "' (number ", turn,
+                                " of this run); all ranks must do the same things in the same order"));
     parts.emplace_back(reinterpret_cast<const char*>(theirs + 1), static_cast<size_t>(theirs->bytes));
   }
   return parts;
@@ -72,7 +77,8 @@ std::vector<std::string> SharedMemory::all_gather(const std::string& label, cons
   // The first part says how long the message is, so that all ranks know how many more parts the longest takes.
   const int64_t length = static_cast<int64_t>(message.size());
   const size_t first = std::min(message.size(), kPart - sizeof length);
-  auto parts = exchange_part(label, std::string(reinterpret_cast<const char*>(&length), sizeof length) + message.substr(0, first));
+  auto parts =
+      exchange_part(label, std::string(reinterpret_cast<const char*>(&length), sizeof length) + message.substr(0, first));
   std::vector<std::string> messages;
   size_t longest = 0;
   for (const auto& part : parts) {
@@ -103,6 +109,8 @@ std::shared_ptr<std::byte> SharedMemory::peer_readable(const std::string& label,
   return {block, block->data() + stride * rank().value};
 }
 
-void SharedMemory::read_peer(Rank, int64_t offset, void* to, Bytes bytes) { std::memcpy(to, segment_->at(offset), static_cast<size_t>(bytes.value)); }
+void SharedMemory::read_peer(Rank, int64_t offset, void* to, Bytes bytes) {
+  std::memcpy(to, segment_->at(offset), static_cast<size_t>(bytes.value));
+}
 
 }  // namespace tessera

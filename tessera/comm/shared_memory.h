@@ -10,8 +10,8 @@ namespace tessera {
 /// The communicator of ranks that share a host: parameters and gradients are read where they lie.
 class SharedMemory final : public Communicator {
  public:
-  /// The connection of this process to its run; made at the first call (collective), shared by all users of `world`, and closed with the
-  /// last of them. The time-out is TESSERA_TIMEOUT_MS or 300,000 ms. Throws as Segment::join does.
+  /// The connection of this process to its run; made at the first call (collective), shared by all users of `world`, and
+  /// closed with the last of them. The time-out is TESSERA_TIMEOUT_MS or 300,000 ms. Throws as Segment::join does.
   static std::shared_ptr<SharedMemory> connect(const World& world);
 
   ~SharedMemory() override;

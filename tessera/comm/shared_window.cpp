@@ -23,7 +23,8 @@ std::chrono::nanoseconds SharedWindow::gather(uint32_t epoch, std::string_view u
   const auto start = std::chrono::steady_clock::now();
   const int64_t chunk = bytes_.value / segment_->ranks();
   for (int r = 0; r < segment_->ranks(); ++r)
-    if (r != segment_->rank().value) std::memcpy(data() + r * chunk, replica(Rank(r)) + r * chunk, static_cast<size_t>(chunk));
+    if (r != segment_->rank().value)
+      std::memcpy(data() + r * chunk, replica(Rank(r)) + r * chunk, static_cast<size_t>(chunk));
   held_ = epoch;
   return spent + (std::chrono::steady_clock::now() - start);
 }

@@ -22,12 +22,14 @@ constexpr std::pair<const char*, const char*> kFields[] = {
     {"the type", "build the same model on all ranks"},
     {"the shape", "build the same model on all ranks"},
     {"requires_grad", "freeze the same parameters on all ranks"},
-    {"the initial values", "use the same seed on all ranks, load the same file, or set initial = Initial::broadcast to take rank 0's"}};
+    {"the initial values",
+     "use the same seed on all ranks, load the same file, or set initial = Initial::broadcast to take rank 0's"}};
 
 std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts;
   size_t begin = 0;
-  for (size_t end; (end = text.find(separator, begin)) != std::string::npos; begin = end + 1) parts.push_back(text.substr(begin, end - begin));
+  for (size_t end; (end = text.find(separator, begin)) != std::string::npos; begin = end + 1)
+    parts.push_back(text.substr(begin, end - begin));
   parts.push_back(text.substr(begin));
   return parts;
 }
@@ -43,7 +45,8 @@ std::string hash_of(const at::Tensor& tensor) {
   const at::Tensor values = tensor.detach().contiguous();
   const auto hash = XXH3_128bits(values.const_data_ptr(), values.nbytes());
   char digits[33];
-  std::snprintf(digits, sizeof digits, "%016llx%016llx", static_cast<unsigned long long>(hash.high64), static_cast<unsigned long long>(hash.low64));
+  std::snprintf(digits, sizeof digits, "%016llx%016llx", static_cast<unsigned long long>(hash.high64),
+                static_cast<unsigned long long>(hash.low64));
   return text("hash ", digits);
 }
 
@@ -51,28 +54,34 @@ std::string describe(const std::vector<UnitSpec>& units, const std::string& opti
   std::string records = options;
   for (const auto& unit : units)
     for (const auto& parameter : unit.parameters)
-      records += text(kRecord, "parameter '", parameter.name, "' in unit '", unit.name, "'", kField, c10::toString(parameter.tensor.scalar_type()), kField,
-                      shape_of(parameter.tensor), kField, parameter.tensor.requires_grad() ? "true" : "false", kField,
+      records += text(kRecord, "parameter '", parameter.name, "' in unit '", unit.name, "'", kField,
+                      c10::toString(parameter.tensor.scalar_type()), kField, shape_of(parameter.tensor), kField,
+                      parameter.tensor.requires_grad() ? "true" : "false", kField,
                       initial == Initial::verify ? hash_of(parameter.tensor) : "not compared");
   return records;
 }
 
-[[noreturn]] void differ(const std::string& what, int rank, const std::string& first, const std::string& other, const std::string& remedy) {
-  throw AgreementError(text(what, " differs between ranks: rank 0 has ", first, ", rank ", rank, " has ", other, "; ", remedy));
+[[noreturn]] void differ(const std::string& what, int rank, const std::string& first, const std::string& other,
+                         const std::string& remedy) {
+  throw AgreementError(
+      text(what, " differs between ranks: rank 0 has ", first, ", rank ", rank, " has ", other, "; ", remedy));
 }
 
 void compare(int rank, const std::string& first, const std::string& other) {
   const auto ours = split(first, kRecord), theirs = split(other, kRecord);
-  if (ours[0] != theirs[0]) differ("how the model is to be sharded", rank, ours[0], theirs[0], "give all ranks the same options");
+  if (ours[0] != theirs[0])
+    differ("how the model is to be sharded", rank, ours[0], theirs[0], "give all ranks the same options");
   for (size_t i = 1; i < std::min(ours.size(), theirs.size()); ++i) {
     const auto mine = split(ours[i], kField), its = split(theirs[i], kField);
     for (size_t field = 0; field < std::size(kFields); ++field)
       if (mine[field] != its[field])
-        differ(field == 0 ? std::string("parameter number ") + std::to_string(i - 1) : text(kFields[field].first, " of ", mine[0]), rank, mine[field], its[field],
-               kFields[field].second);
+        differ(field == 0 ? std::string("parameter number ") + std::to_string(i - 1)
+                          : text(kFields[field].first, " of ", mine[0]),
+               rank, mine[field], its[field], kFields[field].second);
   }
   if (ours.size() != theirs.size())
-    differ("the number of parameters", rank, std::to_string(ours.size() - 1), std::to_string(theirs.size() - 1), "build the same model on all ranks");
+    differ("the number of parameters", rank, std::to_string(ours.size() - 1), std::to_string(theirs.size() - 1),
+           "build the same model on all ranks");
 }
 
 }  // namespace

@@ -14,8 +14,9 @@ enum class Initial : uint8_t {
   broadcast,  ///< rank 0's values replace the others'
 };
 
-/// Throws AgreementError on all ranks, naming the first difference and both sides, unless all ranks shard the same units with the same
-/// parameters (names, shapes, types, requires_grad), the same `options` and, if `initial` is verify, the same values. Collective.
+/// Throws AgreementError on all ranks, naming the first difference and both sides, unless all ranks shard the same units
+/// with the same parameters (names, shapes, types, requires_grad), the same `options` and, if `initial` is verify, the same
+/// values. Collective.
 void agree(Communicator& communicator, const std::vector<UnitSpec>& units, const std::string& options, Initial initial);
 
 /// Overwrites the parameters of all ranks by rank 0's. Needs `agree` before. Collective; memory O(8 MiB).

@@ -7,8 +7,8 @@
 
 namespace tessera {
 
-/// While it lives, libtorch's CPU tensors of 64 KiB and more grow in this rank's arena, where the peers of `communicator` can read them.
-/// At its end the arena's idle pages go back to the system.
+/// While it lives, libtorch's CPU tensors of 64 KiB and more grow in this rank's arena, where the peers of `communicator`
+/// can read them. At its end the arena's idle pages go back to the system.
 class ArenaLease {
  public:
   /// The lease of `communicator`'s arena, shared by all sharded models of this process.

@@ -28,9 +28,12 @@ bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; 
 
 }  // namespace
 
-Engine::Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Precision& precision, NonFinite non_finite,
-               std::vector<UnitSpec> specs)
-    : communicator_(std::move(communicator)), placements_(placements), non_finite_(non_finite), unwinding_(std::uncaught_exceptions()) {
+Engine::Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Precision& precision,
+               NonFinite non_finite, std::vector<UnitSpec> specs)
+    : communicator_(std::move(communicator)),
+      placements_(placements),
+      non_finite_(non_finite),
+      unwinding_(std::uncaught_exceptions()) {
   register_observer();
   for (auto& spec : specs) {
     const auto index = static_cast<uint32_t>(units_.size());
@@ -44,8 +47,10 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, const Placements& pla
 
 Engine::~Engine() {
   for (const auto& unit : units_)
-    for (const auto& parameter : unit->parameters()) torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
-  if (std::uncaught_exceptions() > unwinding_) communicator_->fail("an exception ended it");
+    for (const auto& parameter : unit->parameters())
+      torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
+  if (std::uncaught_exceptions() > unwinding_)
+    communicator_->fail("an exception ended it");
   else if (phase_ == Phase::stepping)
     for (const auto& unit : units_) unit->publish_next_epoch();
 }
@@ -69,7 +74,9 @@ void Engine::note(StepKind kind, uint32_t unit) {
   if (!training_pass_) return;
   if (schedule_.note({kind, phase_, unit}) || departed_) return;
   departed_ = true;
-  std::fprintf(stderr, "tessera: rank %d, step %lld: the order of operators changed at the %s of unit '%s'; it is recorded anew (said once)\n",
+  std::fprintf(stderr,
+               "tessera: rank %d, step %lld: the order of operators changed at the %s of unit '%s'; it is recorded anew "
+               "(said once)\n",
                communicator_->rank().value, static_cast<long long>(step_), name_of(kind), units_[unit]->name().c_str());
 }
 
@@ -109,7 +116,9 @@ void Engine::before(std::span<const Access> accesses, std::string_view) {
 
 void Engine::touch_units(std::span<const Access> accesses) {
   const auto touched = [&](uint32_t index) {
-    return std::any_of(accesses.begin(), accesses.end(), [&](const auto& access) { return access.what->kind == Observed::Kind::unit && access.what->unit == index; });
+    return std::any_of(accesses.begin(), accesses.end(), [&](const auto& access) {
+      return access.what->kind == Observed::Kind::unit && access.what->unit == index;
+    });
   };
   const auto resident = resident_;
   for (const uint32_t index : resident)
@@ -124,8 +133,9 @@ void Engine::touch_units(std::span<const Access> accesses) {
 void Engine::touch(Unit& unit, uint32_t index) {
   if (phase_ == Phase::backward && unit.complete) {
     if (updates_in_backward())
-      throw GuardError(text("unit '", unit.name(), "' is used in backward after all its gradients had come and its parameters were updated (step ", step_,
-                            "); construct the optimizer without fused_reduction for this model"));
+      throw GuardError(text("unit '", unit.name(),
+                            "' is used in backward after all its gradients had come and its parameters were updated (step ",
+                            step_, "); construct the optimizer without fused_reduction for this model"));
     unit.touched_after_complete = true;
   }
   if (unit.residency() == Residency::resident) return;
@@ -159,7 +169,8 @@ void Engine::after(std::span<const Access> accesses, std::span<const c10::IValue
   if (!watching_ || !first_non_finite_.empty()) return;
   const at::NoGradGuard no_grad;
   for (const auto& result : results) {
-    if (!result.isTensor() || !result.toTensor().is_floating_point() || at::isfinite(result.toTensor()).all().item<bool>()) continue;
+    if (!result.isTensor() || !result.toTensor().is_floating_point() || at::isfinite(result.toTensor()).all().item<bool>())
+      continue;
     first_non_finite_ = text(operation, " of unit '", unit_of(accesses[0]).name(), "'");
     return;
   }
@@ -179,7 +190,8 @@ void Engine::settle() {
 void Engine::enter_forward() {
   settle();
   if (phase_ == Phase::backward)
-    throw GuardError(text("the backward of step ", step_, " ended early with an exception; the gradients of this step are incomplete on this rank. "
+    throw GuardError(text("the backward of step ", step_,
+                          " ended early with an exception; the gradients of this step are incomplete on this rank. "
                           "Destroy the sharded model and start again from the last checkpoint"));
   training_pass_ = false;
   phase_ = Phase::forward;
@@ -197,9 +209,12 @@ void Engine::refuse_unconsumed() const {
   for (const auto& unit : units_)
     for (const auto& parameter : unit->parameters()) shown |= parameter.shard.grad().defined();
   if (!shown) return;  // they were dropped on purpose
-  throw GuardError(text("the gradients of step ", step_, " were reduced, but no optimizer used them. Build the optimizer from the shards "
-                        "(tessera::AdamW(sharded, …) or a torch::optim optimizer over sharded.parameters()), not from the model's own parameters, and "
-                        "call step(); for several micro-batches a step hold sharded.accumulating() over all but the last; for evaluation hold a NoGradGuard"));
+  throw GuardError(text("the gradients of step ", step_,
+                        " were reduced, but no optimizer used them. Build the optimizer from the shards "
+                        "(tessera::AdamW(sharded, …) or a torch::optim optimizer over sharded.parameters()), not from the "
+                        "model's own parameters, and "
+                        "call step(); for several micro-batches a step hold sharded.accumulating() over all but the last; "
+                        "for evaluation hold a NoGradGuard"));
 }
 
 void Engine::enter_backward() {

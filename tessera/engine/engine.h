@@ -16,8 +16,8 @@ enum class NonFinite : uint8_t {
   skip,  ///< leave parameters and optimizer state as they are, count the step as skipped, say so on stderr
 };
 
-/// What moving state has cost this rank since the engine was made. Byte counts are those of the collectives' volume: what came from
-/// peers, whether it was copied or is read in place.
+/// What moving state has cost this rank since the engine was made. Byte counts are those of the collectives' volume: what
+/// came from peers, whether it was copied or is read in place.
 struct Traffic {
   int64_t gathers = 0, reductions = 0;
   Bytes gathered, reduced;
@@ -26,12 +26,12 @@ struct Traffic {
   Bytes peak_lent;                                        ///< most that was lent to peers at once
 };
 
-/// Runs the units of one model: gathers what operators touch, releases it, hands gradients over and has them reduced, and keeps all ranks
-/// in step. Two enums hold its state: the phase here, and each unit's residency.
+/// Runs the units of one model: gathers what operators touch, releases it, hands gradients over and has them reduced, and
+/// keeps all ranks in step. Two enums hold its state: the phase here, and each unit's residency.
 class Engine final : public AccessHandler {
  public:
-  Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Precision& precision, NonFinite non_finite,
-         std::vector<UnitSpec> units);
+  Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Precision& precision,
+         NonFinite non_finite, std::vector<UnitSpec> units);
   ~Engine() override;
 
   Communicator& communicator() { return *communicator_; }
@@ -115,19 +115,19 @@ class Engine final : public AccessHandler {
 
   Phase phase_ = Phase::idle;
   Schedule schedule_;
-  std::vector<uint32_t> resident_;    // units with memory attached
-  std::deque<uint32_t> to_reduce_;    // posted here, not reduced yet
-  std::vector<uint32_t> to_return_;   // reduced here, perhaps still read by peers
+  std::vector<uint32_t> resident_;   // units with memory attached
+  std::deque<uint32_t> to_reduce_;   // posted here, not reduced yet
+  std::vector<uint32_t> to_return_;  // reduced here, perhaps still read by peers
   int64_t step_ = 1;
   int64_t skipped_ = 0;
-  int32_t rounds_ = 0;                // backwards since the last step whose gradients were handed over
+  int32_t rounds_ = 0;  // backwards since the last step whose gradients were handed over
   int accumulating_ = 0;
-  bool training_pass_ = false;        // the present pass records gradients, so its steps belong to the schedule
-  bool arrivals_ = false;             // some gradient came in this backward
-  bool local_pending_ = false;        // gradients of accumulated backwards lie in the module's tensors
-  bool reduction_pending_ = false;    // posted, and left for the optimizer to reduce
-  bool unconsumed_ = false;           // gradients wait for a step
-  bool departed_ = false;             // said once that an iteration departed from the schedule
+  bool training_pass_ = false;      // the present pass records gradients, so its steps belong to the schedule
+  bool arrivals_ = false;           // some gradient came in this backward
+  bool local_pending_ = false;      // gradients of accumulated backwards lie in the module's tensors
+  bool reduction_pending_ = false;  // posted, and left for the optimizer to reduce
+  bool unconsumed_ = false;         // gradients wait for a step
+  bool departed_ = false;           // said once that an iteration departed from the schedule
   double clip_ = 1.0;
   bool watching_ = false;
   std::string first_non_finite_;

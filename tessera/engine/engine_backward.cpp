@@ -19,7 +19,8 @@ void Engine::on_gradient(uint32_t index, ParameterIndex p) {
   if (keeps_local_gradients()) return;  // autograd goes on adding to it
   Unit& unit = *units_[index];
   if (unit.complete)
-    throw GuardError(text("a second gradient of parameter '", unit.parameters()[p].name, "' came in one backward, after the first was handed over (step ", step_,
+    throw GuardError(text("a second gradient of parameter '", unit.parameters()[p].name,
+                          "' came in one backward, after the first was handed over (step ", step_,
                           "); backward must reach each parameter once"));
   arrivals_ = true;
   unit.take_gradient(p);
@@ -134,7 +135,8 @@ void Engine::reduce_replicated(GradientConsumer* consumer) {
     ++traffic_.reductions;
     to_return_.push_back(index);
   }
-  for (const uint32_t index : indices) timed([&] { traffic_.reduce_wait += units_[index]->gather_sums(consumer, 1.0, step_); });
+  for (const uint32_t index : indices)
+    timed([&] { traffic_.reduce_wait += units_[index]->gather_sums(consumer, 1.0, step_); });
   to_reduce_.clear();
   reduction_pending_ = false;
   take_back_lent();

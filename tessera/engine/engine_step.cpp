@@ -52,33 +52,40 @@ bool Engine::agree_on_step() {
   for (int r = 0; r < communicator_->size(); ++r) {
     const auto facts = unpacked<StepFacts>(answers[static_cast<size_t>(r)]);
     if (facts.rounds != rounds_)
-      throw AgreementError(text("step ", step_, ": rank ", r, " handed over the gradients of ", facts.rounds, " backwards, rank ", communicator_->rank().value, " of ",
-                                rounds_, "; all ranks must run the same number of backwards a step"));
-    if (facts.bad_unit < first_bad.bad_unit || (facts.bad_unit == first_bad.bad_unit && facts.bad_parameter < first_bad.bad_parameter)) {
+      throw AgreementError(text("step ", step_, ": rank ", r, " handed over the gradients of ", facts.rounds,
+                                " backwards, rank ", communicator_->rank().value, " of ", rounds_,
+                                "; all ranks must run the same number of backwards a step"));
+    if (facts.bad_unit < first_bad.bad_unit ||
+        (facts.bad_unit == first_bad.bad_unit && facts.bad_parameter < first_bad.bad_parameter)) {
       first_bad = facts;
       bad_rank = r;
     }
   }
   if (first_bad.bad_unit == kNone) return true;
   const Unit& unit = *units_[first_bad.bad_unit];
-  const std::string what = text("step ", step_, ": the gradient of parameter '", unit.parameters()[first_bad.bad_parameter].name, "' (unit '", unit.name(),
-                                "') is not finite; rank ", bad_rank, " found it in the part that it reduces");
+  const std::string what =
+      text("step ", step_, ": the gradient of parameter '", unit.parameters()[first_bad.bad_parameter].name, "' (unit '",
+           unit.name(), "') is not finite; rank ", bad_rank, " found it in the part that it reduces");
   if (non_finite_ == NonFinite::stop)
-    throw NonFiniteError(what + ". Lower the learning rate, clip gradients, look at the data of this step, or set non_finite = skip");
+    throw NonFiniteError(
+        what + ". Lower the learning rate, clip gradients, look at the data of this step, or set non_finite = skip");
   ++skipped_;
-  if (communicator_->rank().value == 0) std::fprintf(stderr, "tessera: %s; the step is skipped (%lld so far)\n", what.c_str(), static_cast<long long>(skipped_));
+  if (communicator_->rank().value == 0)
+    std::fprintf(stderr, "tessera: %s; the step is skipped (%lld so far)\n", what.c_str(), static_cast<long long>(skipped_));
   return false;
 }
 
 bool Engine::run_step() {
   settle();
-  if (phase_ == Phase::backward) throw GuardError("the optimizer's step was called inside backward; call it when backward has returned");
+  if (phase_ == Phase::backward)
+    throw GuardError("the optimizer's step was called inside backward; call it when backward has returned");
   release_all();
   if (rounds_ == 0 || local_pending_) synchronise();
   if (reduction_pending_) {
     const bool fused = consumer_->fuses_reduction();
     // A sharded optimizer writes parameters that peers read until they come here.
-    if (fused && placements_.optimizer == Placement::sharded) communicator_->barrier(text("optimizer step ", step_, " begins"));
+    if (fused && placements_.optimizer == Placement::sharded)
+      communicator_->barrier(text("optimizer step ", step_, " begins"));
     reduce_replicated(fused ? consumer_ : nullptr);
   }
   const bool applied = agree_on_step();
@@ -92,10 +99,15 @@ bool Engine::run_step() {
 }
 
 void Engine::begin_outside_step() {
-  if (phase_ == Phase::backward) throw GuardError("an operator wrote to a parameter shard inside backward; step the optimizer when backward has returned");
+  if (phase_ == Phase::backward)
+    throw GuardError(
+        "an operator wrote to a parameter shard inside backward; step the optimizer when backward has returned");
   release_all();
   if (consumer_ != nullptr && reduction_pending_) reduce_replicated(nullptr);
-  if (!agree_on_step()) throw GuardError(text("step ", step_, " must be skipped because of a gradient that is not finite, but a torch::optim optimizer can't be told; use tessera::AdamW with non_finite = skip"));
+  if (!agree_on_step())
+    throw GuardError(text("step ", step_,
+                          " must be skipped because of a gradient that is not finite, but a torch::optim optimizer can't be "
+                          "told; use tessera::AdamW with non_finite = skip"));
   phase_ = Phase::stepping;
 }
 
@@ -110,8 +122,9 @@ void Engine::finish_step(bool applied) {
   }
   if (!schedule_.end_iteration() && !departed_) {
     departed_ = true;
-    std::fprintf(stderr, "tessera: rank %d: step %lld did less than the recorded schedule; it is recorded anew (said once)\n", communicator_->rank().value,
-                 static_cast<long long>(step_));
+    std::fprintf(stderr,
+                 "tessera: rank %d: step %lld did less than the recorded schedule; it is recorded anew (said once)\n",
+                 communicator_->rank().value, static_cast<long long>(step_));
   }
   take_back_lent();
   if (const auto arena = CachingAllocator::instance().arena()) arena->age();
@@ -145,7 +158,9 @@ void Engine::zero_grad() {
 
 double Engine::clip_gradient_norm(double max_norm) {
   if (consumer_ != nullptr && consumer_->fuses_reduction())
-    throw ConfigError("the gradient norm is not known before the update when the optimizer takes the gradients as they are reduced; construct it without fused_reduction");
+    throw ConfigError(
+        "the gradient norm is not known before the update when the optimizer takes the gradients as they are reduced; "
+        "construct it without fused_reduction");
   settle();
   make_reduced();
   double mine = 0;
@@ -168,19 +183,22 @@ double Engine::clip_gradient_norm(double max_norm) {
 
 std::vector<at::Tensor> Engine::full_gradients() {
   if (consumer_ != nullptr && consumer_->fuses_reduction() && gradients_sharded())
-    throw ConfigError("gradients are not kept when the optimizer takes them as they are reduced; construct it without fused_reduction");
+    throw ConfigError(
+        "gradients are not kept when the optimizer takes them as they are reduced; construct it without fused_reduction");
   settle();
   make_reduced();
   std::vector<int64_t> offsets;
   for (const auto& unit : units_)
     for (ParameterIndex p = 0; p < unit->parameters().size(); ++p) offsets.push_back(unit->reduced_offset(p));
-  const auto everyones = communicator_->all_gather("full gradients", std::string(reinterpret_cast<const char*>(offsets.data()), offsets.size() * sizeof(int64_t)));
+  const auto everyones = communicator_->all_gather(
+      "full gradients", std::string(reinterpret_cast<const char*>(offsets.data()), offsets.size() * sizeof(int64_t)));
   std::vector<at::Tensor> gradients;
   size_t index = 0;
   for (const auto& unit : units_)
     for (ParameterIndex p = 0; p < unit->parameters().size(); ++p, ++index) {
       std::vector<int64_t> theirs;
-      for (const auto& bytes : everyones) theirs.push_back(unpacked<int64_t>(bytes.substr(index * sizeof(int64_t), sizeof(int64_t))));
+      for (const auto& bytes : everyones)
+        theirs.push_back(unpacked<int64_t>(bytes.substr(index * sizeof(int64_t), sizeof(int64_t))));
       at::Tensor gradient = unit->read_gradient(p, theirs);
       if (gradient.defined() && consumer_ != nullptr && clip_ != 1.0) gradient.mul_(clip_);
       gradients.push_back(std::move(gradient));

@@ -23,7 +23,8 @@ std::set<std::string> unit_names(const torch::nn::Module& module, const UnitPoli
   for (const auto& item : module.named_modules(/*name_prefix=*/"", /*include_self=*/false))
     if (policy(item.key(), *item.value())) names.insert(item.key());
   if (names.size() == 1)
-    throw ConfigError(text("the unit policy matches no module of this model (", module.name(), "); leave units unset to gather the whole model at once"));
+    throw ConfigError(text("the unit policy matches no module of this model (", module.name(),
+                           "); leave units unset to gather the whole model at once"));
   return names;
 }
 
@@ -35,19 +36,23 @@ std::string unit_of(const std::string& name, const std::set<std::string>& units)
 }
 
 void check_parameter(const std::string& name, const at::Tensor& tensor, std::map<const void*, std::string>& storages) {
-  if (tensor.key_set().has(c10::DispatchKey::Fake)) throw ConfigError(text("parameter '", name, "' is sharded already; shard a model once"));
+  if (tensor.key_set().has(c10::DispatchKey::Fake))
+    throw ConfigError(text("parameter '", name, "' is sharded already; shard a model once"));
   if (!tensor.device().is_cpu())
-    throw ConfigError(text("parameter '", name, "' is on ", tensor.device().str(), ", but ranks that share memory compute on the CPU; move the model to the CPU"));
+    throw ConfigError(text("parameter '", name, "' is on ", tensor.device().str(),
+                           ", but ranks that share memory compute on the CPU; move the model to the CPU"));
   if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_complex())
-    throw ConfigError(text("parameter '", name, "' is ", tensor.is_complex() ? "complex" : "not dense", "; only dense, real parameters can be sharded"));
+    throw ConfigError(text("parameter '", name, "' is ", tensor.is_complex() ? "complex" : "not dense",
+                           "; only dense, real parameters can be sharded"));
   const auto [found, fresh] = storages.emplace(tensor.storage().unsafeGetStorageImpl(), name);
   if (!fresh && tensor.numel() > 0)
-    throw ConfigError(text("parameters '", found->second, "' and '", name,
-                           "' are different tensors in the same memory; tie weights by assigning the same tensor to both modules"));
+    throw ConfigError(
+        text("parameters '", found->second, "' and '", name,
+             "' are different tensors in the same memory; tie weights by assigning the same tensor to both modules"));
 }
 
-// Parameters by unit, in the order of the model; one unit a type, since a unit is one buffer of one type. A tied parameter belongs to where
-// it is met first.
+// Parameters by unit, in the order of the model; one unit a type, since a unit is one buffer of one type. A tied parameter
+// belongs to where it is met first.
 std::vector<UnitSpec> collect(const torch::nn::Module& module, const UnitPolicy& policy) {
   const auto names = unit_names(module, policy);
   std::vector<UnitSpec> units;
@@ -78,7 +83,8 @@ Bytes state_of_host(const std::vector<UnitSpec>& units, const ShardOptions& opti
   for (const auto& unit : units)
     for (const auto& parameter : unit.parameters) {
       const auto type = parameter.tensor.scalar_type();
-      const auto element = static_cast<int64_t>(c10::elementSize(trainable_type(type) ? options.precision.working.value_or(type) : type));
+      const auto element =
+          static_cast<int64_t>(c10::elementSize(trainable_type(type) ? options.precision.working.value_or(type) : type));
       const int64_t copies = options.placements.parameter == Placement::sharded ? 1 : ranks;
       const int64_t gradients = options.placements.gradient == Placement::sharded ? 1 : ranks;
       bytes += parameter.tensor.numel() * element * (copies + (parameter.tensor.requires_grad() ? gradients : 0));
@@ -88,8 +94,10 @@ Bytes state_of_host(const std::vector<UnitSpec>& units, const ShardOptions& opti
 
 std::string words_for(const ShardOptions& options) {
   const auto type = [](const std::optional<c10::ScalarType>& t) { return t ? c10::toString(*t) : "as is"; };
-  return text("placement ", name_of(options.placements), ", working type ", type(options.precision.working), ", gradient type ", type(options.precision.gradient),
-              options.initial == Initial::verify ? ", values verified" : ", values broadcast", options.non_finite == NonFinite::stop ? ", stop" : ", skip");
+  return text("placement ", name_of(options.placements), ", working type ", type(options.precision.working),
+              ", gradient type ", type(options.precision.gradient),
+              options.initial == Initial::verify ? ", values verified" : ", values broadcast",
+              options.non_finite == NonFinite::stop ? ", stop" : ", skip");
 }
 
 }  // namespace
@@ -99,16 +107,19 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
   auto units = collect(module, options.units);
   const auto communicator = SharedMemory::connect(mesh.world());
   agree(*communicator, units, words_for(options), options.initial);
-  require_memory(state_of_host(units, options, communicator->size()),
-                 text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", name_of(options.placements)));
+  require_memory(
+      state_of_host(units, options, communicator->size()),
+      text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", name_of(options.placements)));
   if (options.initial == Initial::broadcast) broadcast_values(*communicator, units);
   auto arena = ArenaLease::take(communicator);
-  auto engine = std::make_shared<Engine>(communicator, options.placements, options.precision, options.non_finite, std::move(units));
+  auto engine =
+      std::make_shared<Engine>(communicator, options.placements, options.precision, options.non_finite, std::move(units));
   arena->arena().trim();
   return {std::move(engine), std::move(arena)};
 }
 
-Sharded::Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena) : arena_(std::move(arena)), engine_(std::move(engine)) {}
+Sharded::Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena)
+    : arena_(std::move(arena)), engine_(std::move(engine)) {}
 
 std::vector<at::Tensor> Sharded::parameters() const {
   std::vector<at::Tensor> shards;
@@ -152,7 +163,8 @@ StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {
     };
     add(bytes.parameters, static_cast<double>(unit->parameter_bytes().value));
     add(bytes.gradients, static_cast<double>(unit->gradient_bytes().value));
-    const int64_t optimizer = unit->master_bytes().value + (unit->trainable() ? unit->updated_elements() * optimizer_bytes_per_element : 0);
+    const int64_t optimizer =
+        unit->master_bytes().value + (unit->trainable() ? unit->updated_elements() * optimizer_bytes_per_element : 0);
     add(bytes.optimizer, static_cast<double>(optimizer));
     bytes.communication_buffers += static_cast<double>(unit->staged_bytes().value);
   }

@@ -17,8 +17,8 @@
 
 namespace tessera {
 
-/// Says which modules become units of their own, by dotted name and type. Parameters of no unit belong to the root unit, and those of
-/// nested units to the innermost.
+/// Says which modules become units of their own, by dotted name and type. Parameters of no unit belong to the root unit, and
+/// those of nested units to the innermost.
 using UnitPolicy = std::function<bool(const std::string& name, const torch::nn::Module& module)>;
 
 /// Every module of type `Impl` (a transformer block, say) is a unit.
@@ -42,26 +42,27 @@ struct StateBytes {
 
 class ArenaLease;
 
-/// A model whose state is sharded. The module itself stays usable as before: operators that touch its parameters gather them first.
-/// Not thread-safe: forward, backward and step are called from one thread. Must be destroyed after its optimizer.
+/// A model whose state is sharded. The module itself stays usable as before: operators that touch its parameters gather them
+/// first. Not thread-safe: forward, backward and step are called from one thread. Must be destroyed after its optimizer.
 class Sharded {
  public:
   Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena);
 
-  /// This rank's parts of the master parameters, in a fixed order that is the same on all ranks: 1-D unless the part is the whole
-  /// parameter; empty where this rank owns nothing. After backward their .grad is the mean over ranks. For any torch::optim optimizer.
+  /// This rank's parts of the master parameters, in a fixed order that is the same on all ranks: 1-D unless the part is the
+  /// whole parameter; empty where this rank owns nothing. After backward their .grad is the mean over ranks. For any
+  /// torch::optim optimizer.
   std::vector<at::Tensor> parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
 
-  /// Clips the gradients' global norm to `max_norm`; returns the norm before, the same number on all ranks. Collective. Call between
-  /// backward and step. Throws ConfigError if the optimizer takes gradients as they are reduced.
+  /// Clips the gradients' global norm to `max_norm`; returns the norm before, the same number on all ranks. Collective. Call
+  /// between backward and step. Throws ConfigError if the optimizer takes gradients as they are reduced.
   double clip_grad_norm(double max_norm) { return engine_->clip_gradient_norm(max_norm); }
   double grad_norm() { return engine_->clip_gradient_norm(std::numeric_limits<double>::infinity()); }
 
   void zero_grad() { engine_->zero_grad(); }
 
-  /// While the result lives, a backward is not the last of its step: gradients add up (in the shards where gradients are sharded, else on
-  /// each rank, unreduced), and the next forward may follow without an optimizer step.
+  /// While the result lives, a backward is not the last of its step: gradients add up (in the shards where gradients are
+  /// sharded, else on each rank, unreduced), and the next forward may follow without an optimizer step.
   class Accumulating {
    public:
     explicit Accumulating(Engine& engine) : engine_(&engine) { engine.begin_accumulating(); }
@@ -74,8 +75,8 @@ class Sharded {
   };
   [[nodiscard]] Accumulating accumulating() { return Accumulating(*engine_); }
 
-  /// Copies of the whole parameters in the type that the module computes with, and of the whole reduced gradients (undefined where no rank
-  /// had one). The latter is collective. O(model) memory.
+  /// Copies of the whole parameters in the type that the module computes with, and of the whole reduced gradients (undefined
+  /// where no rank had one). The latter is collective. O(model) memory.
   std::vector<std::pair<std::string, at::Tensor>> full_parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
 
@@ -95,10 +96,10 @@ class Sharded {
   std::shared_ptr<Engine> engine_;
 };
 
-/// Shards `module`'s parameters, gradients and optimizer state over the ranks of `mesh`, as `options.placements` says. Collective.
-/// The module keeps its tensors, which from now on view sharded storage. Throws ConfigError for a model without parameters, a unit policy
-/// that matches nothing, a module that is sharded already, parameters that share memory without being the same tensor; AgreementError
-/// where ranks differ; SystemError with both numbers where memory does not suffice.
+/// Shards `module`'s parameters, gradients and optimizer state over the ranks of `mesh`, as `options.placements` says.
+/// Collective. The module keeps its tensors, which from now on view sharded storage. Throws ConfigError for a model without
+/// parameters, a unit policy that matches nothing, a module that is sharded already, parameters that share memory without
+/// being the same tensor; AgreementError where ranks differ; SystemError with both numbers where memory does not suffice.
 Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& options = {});
 
 template <class Impl>

@@ -6,21 +6,21 @@
 
 namespace tessera {
 
-/// A piece of one parameter's gradient, ready to be used, and where the state that it updates lies. All pointers are to the piece's
-/// first element; all arrays have `count` elements.
+/// A piece of one parameter's gradient, ready to be used, and where the state that it updates lies. All pointers are to the
+/// piece's first element; all arrays have `count` elements.
 struct GradientPiece {
   uint32_t unit;
-  uint32_t parameter;     ///< index in the unit
-  int64_t state_begin;    ///< place of the first element in the part of the unit that this rank updates
+  uint32_t parameter;   ///< index in the unit
+  int64_t state_begin;  ///< place of the first element in the part of the unit that this rank updates
   int64_t count;
-  int64_t step;           ///< counts from 1; the same for all pieces of a step
-  SumSources gradients;   ///< the gradient is scale · Σ sources
+  int64_t step;          ///< counts from 1; the same for all pieces of a step
+  SumSources gradients;  ///< the gradient is scale · Σ sources
   double scale;
   void* master;
   Element master_element;
-  void* working;          ///< where the updated parameter must be written too, or null if master is what the module sees
+  void* working;  ///< where the updated parameter must be written too, or null if master is what the module sees
   Element working_element;
-  void* sum;              ///< where the scaled sum must be left for others, or null
+  void* sum;  ///< where the scaled sum must be left for others, or null
   Element sum_element;
 };
 

@@ -44,7 +44,8 @@ template <class Tell>
 void tell_each(const Accesses& accesses, Tell&& tell) {
   c10::SmallVector<AccessHandler*, 2> handlers;
   for (const auto& access : accesses)
-    if (std::find(handlers.begin(), handlers.end(), access.what->handler) == handlers.end()) handlers.push_back(access.what->handler);
+    if (std::find(handlers.begin(), handlers.end(), access.what->handler) == handlers.end())
+      handlers.push_back(access.what->handler);
   if (handlers.size() == 1) return tell(*handlers[0], accesses);
   for (auto* handler : handlers) {
     Accesses own;
@@ -80,10 +81,34 @@ void observe(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
 }
 
 // These make a view or read only the shape; they touch no data, so they must not gather.
-constexpr const char* kViews[] = {
-    "t", "view", "view.dtype", "transpose.int", "detach", "alias", "as_strided", "expand", "permute", "_reshape_alias", "_unsafe_view",
-    "select.int", "slice.Tensor", "unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims", "split.Tensor", "split_with_sizes", "unbind.int",
-    "diagonal", "unfold", "view_as_real", "view_as_complex", "empty_like", "new_empty", "new_empty_strided", "is_same_size"};
+constexpr const char* kViews[] = {"t",
+                                  "view",
+                                  "view.dtype",
+                                  "transpose.int",
+                                  "detach",
+                                  "alias",
+                                  "as_strided",
+                                  "expand",
+                                  "permute",
+                                  "_reshape_alias",
+                                  "_unsafe_view",
+                                  "select.int",
+                                  "slice.Tensor",
+                                  "unsqueeze",
+                                  "squeeze",
+                                  "squeeze.dim",
+                                  "squeeze.dims",
+                                  "split.Tensor",
+                                  "split_with_sizes",
+                                  "unbind.int",
+                                  "diagonal",
+                                  "unfold",
+                                  "view_as_real",
+                                  "view_as_complex",
+                                  "empty_like",
+                                  "new_empty",
+                                  "new_empty_strided",
+                                  "is_same_size"};
 
 }  // namespace
 

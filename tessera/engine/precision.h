@@ -8,21 +8,26 @@
 
 namespace tessera {
 
-/// In which types the state of floating-point parameters is kept. Master weights and optimizer moments are fp32 (fp64 for fp64 models).
+/// In which types the state of floating-point parameters is kept. Master weights and optimizer moments are fp32 (fp64 for
+/// fp64 models).
 struct Precision {
-  std::optional<c10::ScalarType> working;   ///< what the module computes with; default: each parameter's own type
-  std::optional<c10::ScalarType> gradient;  ///< of the reduced gradient; default: the working type. Sums are formed in fp32 in any case
+  std::optional<c10::ScalarType> working;  ///< what the module computes with; default: each parameter's own type
+  std::optional<c10::ScalarType>
+      gradient;  ///< of the reduced gradient; default: the working type. Sums are formed in fp32 in any case
 };
 
 /// The element type of a floating-point tensor. Throws ConfigError for a type that gradients can't have.
 Element element_of(c10::ScalarType type);
 
 /// The type of master weights and optimizer state for parameters of `type`.
-constexpr c10::ScalarType master_type(c10::ScalarType type) { return type == c10::ScalarType::Double ? c10::ScalarType::Double : c10::ScalarType::Float; }
+constexpr c10::ScalarType master_type(c10::ScalarType type) {
+  return type == c10::ScalarType::Double ? c10::ScalarType::Double : c10::ScalarType::Float;
+}
 
 /// Can parameters of this type have gradients here?
 constexpr bool trainable_type(c10::ScalarType type) {
-  return type == c10::ScalarType::Float || type == c10::ScalarType::Double || type == c10::ScalarType::BFloat16 || type == c10::ScalarType::Half;
+  return type == c10::ScalarType::Float || type == c10::ScalarType::Double || type == c10::ScalarType::BFloat16 ||
+         type == c10::ScalarType::Half;
 }
 
 }  // namespace tessera

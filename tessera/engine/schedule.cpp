@@ -5,25 +5,34 @@
 namespace tessera {
 namespace {
 
-std::string padded(const std::string& word, size_t width) { return word + std::string(word.size() < width ? width - word.size() : 1, ' '); }
+std::string padded(const std::string& word, size_t width) {
+  return word + std::string(word.size() < width ? width - word.size() : 1, ' ');
+}
 
 }  // namespace
 
 const char* name_of(StepKind kind) {
   switch (kind) {
-    case StepKind::gather: return "gather";
-    case StepKind::release: return "release";
-    case StepKind::reduce: return "reduce";
+    case StepKind::gather:
+      return "gather";
+    case StepKind::release:
+      return "release";
+    case StepKind::reduce:
+      return "reduce";
   }
   return "?";
 }
 
 const char* name_of(Phase phase) {
   switch (phase) {
-    case Phase::idle: return "idle";
-    case Phase::forward: return "forward";
-    case Phase::backward: return "backward";
-    case Phase::stepping: return "step";
+    case Phase::idle:
+      return "idle";
+    case Phase::forward:
+      return "forward";
+    case Phase::backward:
+      return "backward";
+    case Phase::stepping:
+      return "step";
   }
   return "?";
 }
@@ -52,12 +61,14 @@ bool Schedule::end_iteration() {
 }
 
 int Schedule::count(StepKind kind, uint32_t unit) const {
-  return static_cast<int>(std::count_if(steps_.begin(), steps_.end(), [&](const auto& step) { return step.kind == kind && step.unit == unit; }));
+  return static_cast<int>(
+      std::count_if(steps_.begin(), steps_.end(), [&](const auto& step) { return step.kind == kind && step.unit == unit; }));
 }
 
 std::string Schedule::print(const std::vector<std::string>& unit_names) const {
   std::string lines;
-  for (const auto& step : steps_) lines += padded(name_of(step.phase), 10) + padded(name_of(step.kind), 9) + unit_names.at(step.unit) + "\n";
+  for (const auto& step : steps_)
+    lines += padded(name_of(step.phase), 10) + padded(name_of(step.kind), 9) + unit_names.at(step.unit) + "\n";
   return lines;
 }
 

@@ -34,8 +34,8 @@ class Schedule {
   /// present iteration is recorded anew.
   bool note(const ScheduleStep& step);
 
-  /// An iteration ends: what was recorded in it is what the next one is compared with. Returns false if this iteration ended earlier than
-  /// the recorded one (which counts as departing from it).
+  /// An iteration ends: what was recorded in it is what the next one is compared with. Returns false if this iteration ended
+  /// earlier than the recorded one (which counts as departing from it).
   bool end_iteration();
 
   bool complete() const { return !recording_; }

@@ -12,7 +12,9 @@
 namespace tessera {
 namespace {
 
-at::Tensor wrap(void* data, int64_t elements, c10::ScalarType type) { return at::from_blob(data, {elements}, at::TensorOptions().dtype(type)); }
+at::Tensor wrap(void* data, int64_t elements, c10::ScalarType type) {
+  return at::from_blob(data, {elements}, at::TensorOptions().dtype(type));
+}
 
 std::vector<NamedShape> shapes_of(const UnitSpec& spec) {
   std::vector<NamedShape> shapes;
@@ -21,22 +23,29 @@ std::vector<NamedShape> shapes_of(const UnitSpec& spec) {
 }
 
 std::string guard_message(const std::string& unit) {
-  return text("the parameters of unit '", unit, "' are sharded at this moment, so their values can't be read here. Use them in operators that "
+  return text("the parameters of unit '", unit,
+              "' are sharded at this moment, so their values can't be read here. Use them in operators that "
               "go through the dispatcher (these gather the unit), or read them with Sharded::full_parameters()");
 }
 
 }  // namespace
 
-Unit::Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Precision& precision, Communicator& communicator, AccessHandler& handler)
-    : name_(spec.name), index_(index), placements_(placements), communicator_(communicator), observed_{&handler, Observed::Kind::unit, index} {
+Unit::Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Precision& precision,
+           Communicator& communicator, AccessHandler& handler)
+    : name_(spec.name),
+      index_(index),
+      placements_(placements),
+      communicator_(communicator),
+      observed_{&handler, Observed::Kind::unit, index} {
   const c10::ScalarType own = spec.parameters.front().tensor.scalar_type();
   const bool floating = trainable_type(own);
   working_type_ = floating ? precision.working.value_or(own) : own;
   master_type_ = floating ? master_type(working_type_) : own;
   gradient_type_ = floating ? precision.gradient.value_or(working_type_) : own;
   if (!gradients_sharded() && gradient_type_ != working_type_)
-    throw ConfigError(text("unit '", name_, "': replicated gradients stay in the type that backward makes, ", c10::toString(working_type_), ", not ",
-                           c10::toString(gradient_type_), "; leave precision.gradient unset, or shard the gradients (zero2, zero3)"));
+    throw ConfigError(text("unit '", name_, "': replicated gradients stay in the type that backward makes, ",
+                           c10::toString(working_type_), ", not ", c10::toString(gradient_type_),
+                           "; leave precision.gradient unset, or shard the gradients (zero2, zero3)"));
   master_size_ = static_cast<int64_t>(c10::elementSize(master_type_));
   gradient_size_ = static_cast<int64_t>(c10::elementSize(gradient_type_));
   layout_ = Layout::flat(shapes_of(spec), communicator.size(), static_cast<int64_t>(c10::elementSize(working_type_)));
@@ -57,8 +66,9 @@ void Unit::lay_out(UnitSpec& spec) {
   }
   if (master_type_ != working_type_) master_ = PrivateBuffer(Bytes(updated_.size() * master_size_), "master parameters");
   exchange_ = communicator_.gradient_exchange(name_, spec.parameters.size());
-  staging_ = communicator_.peer_readable(name_ + " staging", whole);
-  if (gradients_sharded()) gradient_ = communicator_.peer_readable(name_ + " gradient shard", Bytes(layout_.chunk().value * gradient_size_));
+  staging_area_ = communicator_.peer_readable(name_ + " staging", whole);
+  if (gradients_sharded())
+    gradient_ = communicator_.peer_readable(name_ + " gradient shard", Bytes(layout_.chunk().value * gradient_size_));
   storage_ = std::make_unique<GuardedStorage>(whole, at::kCPU, &observed_, guard_message(name_));
 }
 
@@ -70,10 +80,12 @@ void Unit::write_initial_values(const UnitSpec& spec) {
     // With one copy for all ranks each writes what it owns; a replica is written whole.
     const Interval part = one_copy ? layout_.owned(p, communicator_.rank()) : Interval{0, values.numel()};
     const int64_t at = layout_.offset(p).value;
-    if (!part.empty()) wrap(working_at(at + part.begin), part.size(), working_type_).copy_(values.narrow(0, part.begin, part.size()));
+    if (!part.empty())
+      wrap(working_at(at + part.begin), part.size(), working_type_).copy_(values.narrow(0, part.begin, part.size()));
     const Interval updated = layout_.within(p, updated_);
     if (master_.data() != nullptr && !updated.empty())
-      wrap(master_at(at + updated.begin), updated.size(), master_type_).copy_(values.narrow(0, updated.begin, updated.size()));
+      wrap(master_at(at + updated.begin), updated.size(), master_type_)
+          .copy_(values.narrow(0, updated.begin, updated.size()));
   }
   publish_expected_epoch();
 }
@@ -165,13 +177,15 @@ void Unit::publish_next_epoch() {
 void Unit::write_working_from_master() {
   if (master_.data() == nullptr) return;
   const at::NoGradGuard no_grad;
-  wrap(working_at(updated_.begin), updated_.size(), working_type_).copy_(wrap(master_.data(), updated_.size(), master_type_));
+  wrap(working_at(updated_.begin), updated_.size(), working_type_)
+      .copy_(wrap(master_.data(), updated_.size(), master_type_));
 }
 
 void Unit::write_master_from_working() {
   if (master_.data() == nullptr) return;
   const at::NoGradGuard no_grad;
-  wrap(master_.data(), updated_.size(), master_type_).copy_(wrap(working_at(updated_.begin), updated_.size(), working_type_));
+  wrap(master_.data(), updated_.size(), master_type_)
+      .copy_(wrap(working_at(updated_.begin), updated_.size(), working_type_));
 }
 
 Bytes Unit::parameter_bytes() const {
@@ -179,6 +193,8 @@ Bytes Unit::parameter_bytes() const {
   return size_of(held, layout_.element_size());
 }
 
-Bytes Unit::gradient_bytes() const { return gradient_ && trainable_type(working_type_) ? Bytes(layout_.chunk().value * gradient_size_) : Bytes{}; }
+Bytes Unit::gradient_bytes() const {
+  return gradient_ && trainable_type(working_type_) ? Bytes(layout_.chunk().value * gradient_size_) : Bytes{};
+}
 
 }  // namespace tessera

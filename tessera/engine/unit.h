@@ -44,16 +44,17 @@ struct UnitParameter {
   Interval updated;                        ///< elements that this rank's optimizer updates
   at::Tensor taken;                        ///< this rank's gradient of this backward, not posted yet
   at::Tensor lent;                         ///< this rank's posted gradient, while peers may read it
-  at::Tensor sum;                          ///< for replicated gradients: the whole gradient, of which `owned` (later all) is reduced
-  bool arrived = false;                    ///< its gradient has come in this backward
-  bool has_gradient = false;               ///< some rank had a gradient for it since the last step
-  double squares = 0;                      ///< Σ gradient² over `owned`
+  at::Tensor sum;             ///< for replicated gradients: the whole gradient, of which `owned` (later all) is reduced
+  bool arrived = false;       ///< its gradient has come in this backward
+  bool has_gradient = false;  ///< some rank had a gradient for it since the last step
+  double squares = 0;         ///< Σ gradient² over `owned`
 };
 
 /// One unit's state on this rank and the ways to move it. Knows what to do, not when.
 class Unit {
  public:
-  Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Precision& precision, Communicator& communicator, AccessHandler& handler);
+  Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Precision& precision, Communicator& communicator,
+       AccessHandler& handler);
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
@@ -62,12 +63,13 @@ class Unit {
   c10::ScalarType working_type() const { return working_type_; }
   std::vector<UnitParameter>& parameters() { return parameters_; }
   const std::vector<UnitParameter>& parameters() const { return parameters_; }
-  bool trainable() const;  ///< has a parameter that requires a gradient now
-  size_t expected() const; ///< parameters that require a gradient now
+  bool trainable() const;   ///< has a parameter that requires a gradient now
+  size_t expected() const;  ///< parameters that require a gradient now
 
   // Parameters.
   Residency residency() const { return residency_; }
-  /// Makes the module's parameters usable, as of this unit's epoch. Returns the time spent. Counts the bytes that came from peers.
+  /// Makes the module's parameters usable, as of this unit's epoch. Returns the time spent. Counts the bytes that came from
+  /// peers.
   std::chrono::nanoseconds gather(int64_t step);
   void release();
   /// Lets operators write: on a copy of this rank's own, where the memory is shared with peers.
@@ -79,7 +81,9 @@ class Unit {
   void publish_next_epoch();
   /// The parameters will change before they are used again; the next gather waits for that.
   void expect_next_epoch() { ++epoch_; }
-  void publish_expected_epoch() { if (window_) window_->publish(epoch_); }
+  void publish_expected_epoch() {
+    if (window_) window_->publish(epoch_);
+  }
   /// Rounds the master shard into the working parameters, if they are of different types.
   void write_working_from_master();
   void write_master_from_working();
@@ -110,19 +114,19 @@ class Unit {
   bool any_gradient() const;
 
   // Accounting, bytes.
-  Bytes parameter_bytes() const;   ///< this rank's share of the working parameters
-  Bytes gradient_bytes() const;    ///< of the gradient shard; 0 if gradients are replicated, which stay where they grew
+  Bytes parameter_bytes() const;  ///< this rank's share of the working parameters
+  Bytes gradient_bytes() const;   ///< of the gradient shard; 0 if gradients are replicated, which stay where they grew
   Bytes master_bytes() const { return master_.bytes(); }  ///< of separate master weights
   Bytes staged_bytes() const { return staged_; }          ///< of gradients that were copied to where peers can read
   Bytes lent_bytes() const;                               ///< of gradients that peers may read now
   int64_t updated_elements() const { return updated_.size(); }
-  int64_t gathered_bytes = 0;      ///< that came from peers by gathers, ever
-  int64_t reduced_bytes = 0;       ///< that came from peers by reductions, ever
+  int64_t gathered_bytes = 0;  ///< that came from peers by gathers, ever
+  int64_t reduced_bytes = 0;   ///< that came from peers by reductions, ever
 
-  bool complete = false;           ///< all expected gradients of this backward are posted
+  bool complete = false;  ///< all expected gradients of this backward are posted
   bool touched_after_complete = false;
-  bool updated = false;            ///< its parameters changed when its gradients were reduced
-  bool shard_written = false;      ///< an operator wrote to a shard since the last step
+  bool updated = false;        ///< its parameters changed when its gradients were reduced
+  bool shard_written = false;  ///< an operator wrote to a shard since the last step
   size_t arrivals = 0;
 
  private:
@@ -134,8 +138,10 @@ class Unit {
   std::byte* master_at(int64_t element) const;
   void reduce_parameter(ParameterIndex p, const SumSources& from, double scale, GradientConsumer* consumer, int64_t step);
   void prepare_sum(ParameterIndex p, bool accumulate);
-  std::byte* reduced_at(ParameterIndex p, int64_t element) const;  ///< where the reduced gradient of the parameter's element lies
-  GradientPiece piece_of(ParameterIndex p, Interval part, const SumSources& from, double scale, int64_t step, bool leave_sum = false) const;
+  std::byte* reduced_at(ParameterIndex p,
+                        int64_t element) const;  ///< where the reduced gradient of the parameter's element lies
+  GradientPiece piece_of(ParameterIndex p, Interval part, const SumSources& from, double scale, int64_t step,
+                         bool leave_sum = false) const;
   void show_gradient(ParameterIndex p);
   bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
   bool all_reduced() const { return placements_.optimizer == Placement::replicated; }
@@ -149,16 +155,16 @@ class Unit {
   c10::ScalarType working_type_, master_type_, gradient_type_;
   int64_t master_size_, gradient_size_;  // bytes an element
   std::vector<UnitParameter> parameters_;
-  Interval updated_;                      // in the unit's buffer
+  Interval updated_;  // in the unit's buffer
 
   std::unique_ptr<ParameterWindow> window_;  // none for a replicated optimizer
   PrivateBuffer replica_;                    // then the parameters are here
   std::byte* working_ = nullptr;
-  PrivateBuffer master_;                     // if of another type than working
+  PrivateBuffer master_;  // if of another type than working
   PrivateBuffer edit_;
   std::shared_ptr<std::byte> gradient_;      // the gradient shard, if gradients are sharded
-  std::shared_ptr<std::byte> staging_;       // for gradients that did not grow where peers can read; as laid out
-  Bytes staged_;
+  std::shared_ptr<std::byte> staging_area_;  // for gradients that did not grow where peers can read; as laid out
+  Bytes staging_, staged_;                   // copied there in this round, and the most of any round
   std::unique_ptr<GradientExchange> exchange_;
   std::unique_ptr<GuardedStorage> storage_;
   Residency residency_ = Residency::sharded;

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "tessera/base/check.h"
@@ -16,8 +17,9 @@ at::Tensor Unit::readable_by_peers(const at::Tensor& gradient, ParameterIndex p)
   if (!communicator_.peers_can_read(copy.const_data_ptr())) {
     // Small blocks, and all blocks when the arena is full, come from the system's allocator.
     if (round_ > 0) exchange_->wait_finished(round_, name_, 0);
-    copy = at::from_blob(staging_.get() + layout_.offset(p).value * layout_.element_size(), gradient.sizes(), gradient.options());
-    staged_ += Bytes(static_cast<int64_t>(gradient.nbytes()));
+    copy = at::from_blob(staging_area_.get() + layout_.offset(p).value * layout_.element_size(), gradient.sizes(),
+                         gradient.options());
+    staging_ += Bytes(static_cast<int64_t>(gradient.nbytes()));
   }
   return copy.copy_(gradient);
 }
@@ -47,6 +49,8 @@ void Unit::post() {
   }
   arrivals = 0;
   complete = true;
+  staged_ = std::max(staged_, staging_);
+  staging_ = Bytes{};
   exchange_->post(round_);
 }
 
@@ -57,7 +61,9 @@ bool Unit::posted_by_all() const {
 }
 
 std::chrono::nanoseconds Unit::wait_posted(int64_t step) { return exchange_->wait_posted(round_, name_, step); }
-std::chrono::nanoseconds Unit::wait_posted_politely(int64_t step) { return exchange_->wait_posted_politely(round_, name_, step); }
+std::chrono::nanoseconds Unit::wait_posted_politely(int64_t step) {
+  return exchange_->wait_posted_politely(round_, name_, step);
+}
 
 void Unit::reduce(double scale, GradientConsumer* consumer, int64_t step) {
   std::vector<const void*> sources;
@@ -75,11 +81,13 @@ void Unit::reduce(double scale, GradientConsumer* consumer, int64_t step) {
     reduce_parameter(p, {sources, element_of(working_type_)}, scale, consumer, step);
   }
   if (!all_reduced()) return exchange_->finish(round_);
-  for (ParameterIndex p = 0; p < parameters_.size(); ++p) exchange_->offer_sum(p, parameters_[p].sum.defined() ? parameters_[p].sum.const_data_ptr() : nullptr);
+  for (ParameterIndex p = 0; p < parameters_.size(); ++p)
+    exchange_->offer_sum(p, parameters_[p].sum.defined() ? parameters_[p].sum.const_data_ptr() : nullptr);
   exchange_->post_sums(round_);
 }
 
-void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double scale, GradientConsumer* consumer, int64_t step) {
+void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double scale, GradientConsumer* consumer,
+                            int64_t step) {
   auto& parameter = parameters_[p];
   const bool accumulate = parameter.shard.grad().defined();
   if (!gradients_sharded()) prepare_sum(p, accumulate);
@@ -91,7 +99,8 @@ void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double sca
     return;
   }
   if (!owned.empty())
-    parameter.squares = sum_sources(from, scale, accumulate, reduced_at(p, owned.begin), element_of(gradient_type_), owned.size()).squares;
+    parameter.squares =
+        sum_sources(from, scale, accumulate, reduced_at(p, owned.begin), element_of(gradient_type_), owned.size()).squares;
   if (consumer != nullptr) {
     const void* sum = reduced_at(p, owned.begin);
     if (!owned.empty()) consumer->consume(piece_of(p, owned, {{&sum, 1}, element_of(gradient_type_)}, 1.0, step));
@@ -106,9 +115,9 @@ void Unit::prepare_sum(ParameterIndex p, bool accumulate) {
   // The sum of the owned part takes the place of this rank's own gradient, which nobody else reads there.
   parameter.sum = parameter.lent;
   if (parameter.sum.defined()) return;
-  parameter.sum = at::from_blob(staging_.get() + layout_.offset(p).value * layout_.element_size(), parameter.tensor.sizes(),
-                                at::TensorOptions().dtype(working_type_));
-  staged_ += Bytes(static_cast<int64_t>(parameter.sum.nbytes()));
+  parameter.sum = at::from_blob(staging_area_.get() + layout_.offset(p).value * layout_.element_size(),
+                                parameter.tensor.sizes(), at::TensorOptions().dtype(working_type_));
+  staged_ = std::max(staged_, staging_ += Bytes(static_cast<int64_t>(parameter.sum.nbytes())));
 }
 
 std::byte* Unit::reduced_at(ParameterIndex p, int64_t element) const {
@@ -117,7 +126,8 @@ std::byte* Unit::reduced_at(ParameterIndex p, int64_t element) const {
   return gradient_.get() + (layout_.offset(p).value + element - first) * gradient_size_;
 }
 
-GradientPiece Unit::piece_of(ParameterIndex p, Interval part, const SumSources& from, double scale, int64_t step, bool leave_sum) const {
+GradientPiece Unit::piece_of(ParameterIndex p, Interval part, const SumSources& from, double scale, int64_t step,
+                             bool leave_sum) const {
   const int64_t first = layout_.offset(p).value + part.begin;
   const bool separate = master_.data() != nullptr;
   return {.unit = index_,
@@ -141,8 +151,8 @@ void Unit::show_gradient(ParameterIndex p) {
   if (parameter.shard.grad().defined() && gradient_type_ == master_type_) return;  // it already is this memory
   at::Tensor gradient;
   if (gradients_sharded())
-    gradient = at::from_blob(parameter.owned.empty() ? gradient_.get() : reduced_at(p, parameter.owned.begin), {parameter.owned.size()},
-                             at::TensorOptions().dtype(gradient_type_));
+    gradient = at::from_blob(parameter.owned.empty() ? gradient_.get() : reduced_at(p, parameter.owned.begin),
+                             {parameter.owned.size()}, at::TensorOptions().dtype(gradient_type_));
   else
     gradient = parameter.sum.view(-1).narrow(0, parameter.updated.begin, parameter.updated.size());
   // Detached: torch::optim's zero_grad refuses gradients that are views for autograd.
@@ -190,7 +200,8 @@ at::Tensor Unit::read_gradient(ParameterIndex p, const std::vector<int64_t>& off
   for (int r = 0; r < layout_.ranks(); ++r) {
     const Interval part = layout_.owned(p, Rank(r));
     if (part.empty()) continue;
-    communicator_.read_peer(Rank(r), offsets[static_cast<size_t>(r)], static_cast<std::byte*>(whole.data_ptr()) + part.begin * gradient_size_,
+    communicator_.read_peer(Rank(r), offsets[static_cast<size_t>(r)],
+                            static_cast<std::byte*>(whole.data_ptr()) + part.begin * gradient_size_,
                             Bytes(part.size() * gradient_size_));
   }
   return whole;

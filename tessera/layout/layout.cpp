@@ -12,7 +12,8 @@ int64_t elements_of(const NamedShape& parameter) {
   int64_t numel = 1;
   for (const int64_t size : parameter.shape) {
     if (size < 0) throw ConfigError(text("parameter '", parameter.name, "' has a dimension of negative size ", size));
-    if (__builtin_mul_overflow(numel, size, &numel)) throw ConfigError(text("parameter '", parameter.name, "' has more than 2^63 elements"));
+    if (__builtin_mul_overflow(numel, size, &numel))
+      throw ConfigError(text("parameter '", parameter.name, "' has more than 2^63 elements"));
   }
   return numel;
 }

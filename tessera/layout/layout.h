@@ -35,8 +35,8 @@ Interval intersect(Interval a, Interval b);
 class Layout {
  public:
   /// Packs `shapes` in order, each start aligned to `alignment`, and pads the whole to `ranks` equal chunks whose size is a
-  /// multiple of `alignment`. Throws ConfigError naming the parameter if one has a negative dimension, or if `alignment` is no
-  /// multiple of `element_size`. O(parameters).
+  /// multiple of `alignment`. Throws ConfigError naming the parameter if one has a negative dimension, or if `alignment` is
+  /// no multiple of `element_size`. O(parameters).
   static Layout flat(std::span<const NamedShape> shapes, int ranks, int64_t element_size, Bytes alignment = Bytes{64});
 
   int ranks() const { return ranks_; }
@@ -48,14 +48,14 @@ class Layout {
   Interval within(ParameterIndex p, Interval range) const;
 
   Numel numel(ParameterIndex p) const { return Numel(numels_[p]); }
-  Numel offset(ParameterIndex p) const { return Numel(offsets_[p]); }       ///< first element of `p` in the unit's buffer
+  Numel offset(ParameterIndex p) const { return Numel(offsets_[p]); }  ///< first element of `p` in the unit's buffer
   Interval chunk_of(Rank rank) const { return {chunk_ * rank.value, chunk_ * (rank.value + 1)}; }  ///< in the unit's buffer
   Interval everything() const { return {0, chunk_ * ranks_}; }
-  Numel chunk() const { return Numel(chunk_); }             ///< elements per rank, padding included
-  Numel total() const { return Numel(chunk_ * ranks_); }    ///< elements of the unit's buffer, padding included
-  Numel real() const { return Numel(real_); }               ///< elements that belong to a parameter
-  Numel padding() const { return total() - real(); }        ///< elements that belong to none
-  int64_t element_size() const { return element_size_; }    ///< bytes
+  Numel chunk() const { return Numel(chunk_); }           ///< elements per rank, padding included
+  Numel total() const { return Numel(chunk_ * ranks_); }  ///< elements of the unit's buffer, padding included
+  Numel real() const { return Numel(real_); }             ///< elements that belong to a parameter
+  Numel padding() const { return total() - real(); }      ///< elements that belong to none
+  int64_t element_size() const { return element_size_; }  ///< bytes
 
  private:
   int ranks_ = 1;

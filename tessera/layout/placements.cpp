@@ -33,8 +33,9 @@ void check(const Placements& placements) {
   const bool follows = (placements.parameter == Placement::replicated || placements.gradient == Placement::sharded) &&
                        (placements.gradient == Placement::replicated || placements.optimizer == Placement::sharded);
   if (!follows)
-    throw ConfigError(text("the placement ", name_of(placements),
-                           " can't be: sharded parameters need sharded gradients, and sharded gradients need a sharded optimizer"));
+    throw ConfigError(
+        text("the placement ", name_of(placements),
+             " can't be: sharded parameters need sharded gradients, and sharded gradients need a sharded optimizer"));
 }
 
 }  // namespace tessera

@@ -11,7 +11,8 @@ Mesh::Mesh(World world, std::vector<Axis> axes) : world_(std::move(world)), axes
   int64_t product = 1;
   for (size_t i = 0; i < axes_.size(); ++i) {
     if (axes_[i].name.empty()) throw ConfigError(text("axis ", i, " of the mesh has no name"));
-    if (axes_[i].size < 1) throw ConfigError(text("axis '", axes_[i].name, "' of the mesh must have at least 1 rank, but has ", axes_[i].size));
+    if (axes_[i].size < 1)
+      throw ConfigError(text("axis '", axes_[i].name, "' of the mesh must have at least 1 rank, but has ", axes_[i].size));
     for (size_t j = 0; j < i; ++j)
       if (axes_[j].name == axes_[i].name) throw ConfigError(text("the mesh has two axes named '", axes_[i].name, "'"));
     product *= axes_[i].size;

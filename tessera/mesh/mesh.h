@@ -19,7 +19,8 @@ class Mesh {
   /// All ranks along one axis named "data".
   explicit Mesh(World world);
 
-  /// Throws ConfigError if an axis is unnamed, named twice or smaller than 1, or if the sizes don't multiply to the world's size.
+  /// Throws ConfigError if an axis is unnamed, named twice or smaller than 1, or if the sizes don't multiply to the world's
+  /// size.
   Mesh(World world, std::vector<Axis> axes);
 
   const World& world() const { return world_; }

@@ -32,7 +32,8 @@ World checked(World world, const char* rank_name, const char* size_name) {
   };
   check(world.size >= 1, text(size_name, " must be at least 1, but is ", world.size));
   check(world.rank.value >= 0 && world.rank.value < world.size,
-        text(rank_name, " must be in 0 … ", world.size - 1, " (", size_name, " is ", world.size, "), but is ", world.rank.value));
+        text(rank_name, " must be in 0 … ", world.size - 1, " (", size_name, " is ", world.size, "), but is ",
+             world.rank.value));
   check(world.local_size >= 1 && world.local_size <= world.size,
         text("the number of ranks on this host is said to be ", world.local_size, ", but ", size_name, " is ", world.size));
   check(world.local_rank.value >= 0 && world.local_rank.value < world.local_size,
@@ -54,12 +55,15 @@ World from_open_mpi() {
               .launcher = "Open MPI"};
   world.local_rank = Rank(optional("OMPI_COMM_WORLD_LOCAL_RANK", world.rank.value));
   world.local_size = optional("OMPI_COMM_WORLD_LOCAL_SIZE", world.size);
-  world.run = joined({"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri", "SLURM_JOB_ID", "TESSERA_RUN_ID"});
+  world.run =
+      joined({"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri", "SLURM_JOB_ID", "TESSERA_RUN_ID"});
   return checked(std::move(world), "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
 }
 
 World from_slurm() {
-  World world{.rank = Rank(required("SLURM_PROCID", "SLURM_NTASKS")), .size = required("SLURM_NTASKS", "SLURM_PROCID"), .launcher = "Slurm"};
+  World world{.rank = Rank(required("SLURM_PROCID", "SLURM_NTASKS")),
+              .size = required("SLURM_NTASKS", "SLURM_PROCID"),
+              .launcher = "Slurm"};
   world.local_rank = Rank(optional("SLURM_LOCALID", world.rank.value));
   world.local_size = optional("SLURM_NTASKS_PER_NODE", world.size);
   world.run = joined({"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_JOB_UID", "TESSERA_RUN_ID"});

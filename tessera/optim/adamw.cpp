@@ -31,7 +31,8 @@ AdamW::AdamW(const Sharded& sharded, const AdamWOptions& options)
     units_.push_back(std::move(state));
   }
   require_memory(Bytes(wanted * engine_->communicator().size()), "AdamW's moments on all ranks of this host");
-  for (auto& state : units_) state.moments = PrivateBuffer(Bytes(2 * state.elements * state.element_size), "AdamW's moments");
+  for (auto& state : units_)
+    state.moments = PrivateBuffer(Bytes(2 * state.elements * state.element_size), "AdamW's moments");
   engine_->attach(this);
 }
 

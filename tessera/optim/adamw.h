@@ -10,9 +10,10 @@
 
 namespace tessera {
 
-/// As torch::optim::AdamW's options. With `fused_reduction`, the optimizer reads the ranks' gradients itself and updates in the same pass:
-/// in backward, a unit at a time, where gradients are sharded, else at step(). It saves writing and reading the summed gradient. Then there is
-/// no gradient to clip or to look at, and a gradient that is not finite is an error found after other parameters were updated.
+/// As torch::optim::AdamW's options. With `fused_reduction`, the optimizer reads the ranks' gradients itself and updates in
+/// the same pass: in backward, a unit at a time, where gradients are sharded, else at step(). It saves writing and reading
+/// the summed gradient. Then there is no gradient to clip or to look at, and a gradient that is not finite is an error found
+/// after other parameters were updated.
 struct AdamWOptions {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -22,9 +23,10 @@ struct AdamWOptions {
   bool fused_reduction = false;
 };
 
-/// AdamW (Loshchilov & Hutter 2019, algorithm 2) on a sharded model's master parameters, in one pass over gradient, master and both moments
-/// that writes the working parameters too. Moments are fp32 (fp64 for fp64 models), 8 bytes an element of this rank's part.
-/// Parameters that no rank had a gradient for are left alone, decay included. Attached to the model until destroyed; one at a time.
+/// AdamW (Loshchilov & Hutter 2019, algorithm 2) on a sharded model's master parameters, in one pass over gradient, master
+/// and both moments that writes the working parameters too. Moments are fp32 (fp64 for fp64 models), 8 bytes an element of
+/// this rank's part. Parameters that no rank had a gradient for are left alone, decay included. Attached to the model until
+/// destroyed; one at a time.
 class AdamW final : public GradientConsumer {
  public:
   /// Throws ConfigError for an option outside its range, SystemError if there is no memory for the moments.
@@ -33,7 +35,8 @@ class AdamW final : public GradientConsumer {
   AdamW(const AdamW&) = delete;
   AdamW& operator=(const AdamW&) = delete;
 
-  /// Collective. Returns false if the step was skipped because a gradient was not finite (only with NonFinite::skip). O(parameters / ranks).
+  /// Collective. Returns false if the step was skipped because a gradient was not finite (only with NonFinite::skip).
+  /// O(parameters / ranks).
   bool step() { return engine_->run_step(); }
   void zero_grad() { engine_->zero_grad(); }
 
@@ -48,7 +51,7 @@ class AdamW final : public GradientConsumer {
 
  private:
   struct UnitState {
-    PrivateBuffer moments;                             // first moments, then second
+    PrivateBuffer moments;  // first moments, then second
     int64_t elements = 0;
     int64_t element_size = 4;
     std::vector<std::pair<int64_t, int64_t>> steps;  // by parameter: updates so far, and the engine's step of the last

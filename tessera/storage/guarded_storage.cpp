@@ -26,7 +26,8 @@ GuardedStorage::~GuardedStorage() {
 
 void GuardedStorage::point_to(void* data) {
   // A DataPtr calls its deleter only for a context, and the context is how an operator's observer finds the owner.
-  storage_.unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr(data, owner_, owner_ ? &not_owned : nullptr, storage_.device()));
+  storage_.unsafeGetStorageImpl()->set_data_ptr_noswap(
+      at::DataPtr(data, owner_, owner_ ? &not_owned : nullptr, storage_.device()));
 }
 
 void GuardedStorage::attach(void* data) {
@@ -43,8 +44,8 @@ void GuardedStorage::detach() {
 
 at::Tensor GuardedStorage::view(at::IntArrayRef sizes, int64_t offset, at::ScalarType type) const {
   const auto backend = storage_.device().is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), c10::DispatchKeySet({backend, c10::DispatchKey::Fake}),
-                                                         c10::scalarTypeToTypeMeta(type));
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage_), c10::DispatchKeySet({backend, c10::DispatchKey::Fake}), c10::scalarTypeToTypeMeta(type));
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->set_storage_offset(offset);
   impl->set_sizes_contiguous(sizes);

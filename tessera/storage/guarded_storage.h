@@ -8,9 +8,10 @@
 
 namespace tessera {
 
-/// One c10::Storage whose memory comes and goes while tensors keep viewing it. Shapes and strides of the views never change; while
-/// no memory is attached, any access to a view throws with the guard's message instead of reading something else.
-/// Views made by `view` carry the out-of-core dispatch key Fake, so that operators on them, and on views of them, can be observed.
+/// One c10::Storage whose memory comes and goes while tensors keep viewing it. Shapes and strides of the views never change;
+/// while no memory is attached, any access to a view throws with the guard's message instead of reading something else.
+/// Views made by `view` carry the out-of-core dispatch key Fake, so that operators on them, and on views of them, can be
+/// observed.
 class GuardedStorage {
  public:
   /// `owner` is what `owner_of` returns for any tensor in this storage. The storage starts detached.

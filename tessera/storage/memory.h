@@ -12,11 +12,12 @@ Bytes available_memory();
 /// Throws SystemError with both numbers if `wanted` is more than available_memory(). `what` says for what.
 void require_memory(Bytes wanted, const std::string& what);
 
-/// Resident and proportional set size of this process, and its peak resident size. Proportional: shared pages are divided by their users.
+/// Resident and proportional set size of this process, and its peak resident size. Proportional: shared pages are divided by
+/// their users.
 struct MemoryUse {
   Bytes resident, peak_resident, proportional;
 };
-MemoryUse memory_use();          ///< reads /proc/self/smaps_rollup, which walks the page tables: milliseconds a gigabyte
-Bytes peak_resident();           ///< VmHWM alone; cheap
+MemoryUse memory_use();  ///< reads /proc/self/smaps_rollup, which walks the page tables: milliseconds a gigabyte
+Bytes peak_resident();   ///< VmHWM alone; cheap
 
 }  // namespace tessera

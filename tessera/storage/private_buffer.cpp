@@ -13,8 +13,10 @@ namespace tessera {
 
 PrivateBuffer::PrivateBuffer(Bytes bytes, const char* what) : bytes_(bytes) {
   if (bytes.value == 0) return;
-  void* mapped = mmap(nullptr, static_cast<size_t>(bytes.value), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapped == MAP_FAILED) throw SystemError(text("the system refuses ", bytes.value, " bytes for ", what, ": ", std::strerror(errno)));
+  void* mapped = mmap(nullptr, static_cast<size_t>(bytes.value), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED)
+    throw SystemError(text("the system refuses ", bytes.value, " bytes for ", what, ": ", std::strerror(errno)));
   madvise(mapped, static_cast<size_t>(bytes.value), MADV_HUGEPAGE);
   data_ = static_cast<std::byte*>(mapped);
 }

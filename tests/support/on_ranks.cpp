@@ -72,7 +72,8 @@ std::vector<RankEnd> run_ranks(int ranks, const std::function<void(World)>& body
       if (!children[rank].running || waitpid(children[rank].process, &status, WNOHANG) != children[rank].process) continue;
       children[rank].running = false;
       --running;
-      results[rank] = {WIFEXITED(status) ? WEXITSTATUS(status) : 0, WIFSIGNALED(status) ? WTERMSIG(status) : 0, read_all(children[rank].errors)};
+      results[rank] = {WIFEXITED(status) ? WEXITSTATUS(status) : 0, WIFSIGNALED(status) ? WTERMSIG(status) : 0,
+                       read_all(children[rank].errors)};
       close(children[rank].errors);
     }
     if (std::chrono::steady_clock::now() > deadline)

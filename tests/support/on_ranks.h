@@ -16,11 +16,14 @@ struct RankEnd {
   std::string error;  ///< what() of the exception that ended `body`, or ""
 };
 
-/// Runs `body` in `ranks` forked processes that find each other as under a launcher, and waits for all, at most `timeout`; whoever still
-/// runs then is killed. Returns how each ended. The calling process must not have used more than one thread in tensors.
-std::vector<RankEnd> run_ranks(int ranks, const std::function<void(World)>& body, std::chrono::milliseconds timeout = std::chrono::seconds(60));
+/// Runs `body` in `ranks` forked processes that find each other as under a launcher, and waits for all, at most `timeout`;
+/// whoever still runs then is killed. Returns how each ended. The calling process must not have used more than one thread in
+/// tensors.
+std::vector<RankEnd> run_ranks(int ranks, const std::function<void(World)>& body,
+                               std::chrono::milliseconds timeout = std::chrono::seconds(60));
 
 /// As run_ranks, but a rank that ends with an exception, a failed expectation or a signal fails the test, naming the rank.
-void on_ranks(int ranks, const std::function<void(World)>& body, std::chrono::milliseconds timeout = std::chrono::seconds(60));
+void on_ranks(int ranks, const std::function<void(World)>& body,
+              std::chrono::milliseconds timeout = std::chrono::seconds(60));
 
 }  // namespace tessera::test

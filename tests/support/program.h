@@ -25,7 +25,7 @@ namespace tessera::cli {
 /// The program under test: TESSERA_PROGRAM, or the one that was built beside this test. Nothing if that is not there (the
 /// sanitizers' build leaves it out).
 inline std::optional<std::string> program() {
-  if (const auto named = environment("TESSERA_PROGRAM")) return named;
+  if (auto named = environment("TESSERA_PROGRAM")) return named;
   const auto beside = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "tessera";
   if (std::filesystem::exists(beside)) return beside.string();
   return std::nullopt;
@@ -79,6 +79,7 @@ class ProgramRun {
   const std::string& out() const { return text_[0]; }
   const std::string& err() const { return text_[1]; }
   void send(int signal) const { process_->send(signal); }
+  auto processes() const { return processes_with(mark()); }
   bool nothing_left() const { return processes_with(mark()).empty(); }
 
   /// Reads until stderr holds `wanted`, or the program ends.

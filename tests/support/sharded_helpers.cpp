@@ -11,7 +11,8 @@ namespace tessera::test {
 double mean_over_ranks(const Sharded& sharded, double value) {
   auto& communicator = sharded.engine().communicator();
   double sum = 0;
-  for (const auto& bytes : communicator.all_gather("test value", std::string(reinterpret_cast<const char*>(&value), sizeof value))) {
+  for (const auto& bytes :
+       communicator.all_gather("test value", std::string(reinterpret_cast<const char*>(&value), sizeof value))) {
     double theirs = 0;
     std::memcpy(&theirs, bytes.data(), sizeof theirs);
     sum += theirs;

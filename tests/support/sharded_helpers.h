@@ -23,6 +23,7 @@ struct Sums {
 Sums sums_of(const Sharded& sharded);
 
 /// Runs `body` in forked ranks for each placement and each number of ranks.
-void for_every_placement(const std::function<void(World, const Placements&)>& body, std::initializer_list<int> ranks = {1, 2, 4});
+void for_every_placement(const std::function<void(World, const Placements&)>& body,
+                         std::initializer_list<int> ranks = {1, 2, 4});
 
 }  // namespace tessera::test
