@@ -29,7 +29,7 @@ demo: build  ## trains a small model on Shakespeare on two ranks, and shows what
 	@build/release/bin/tessera demo
 
 bench: build  ## measures, and writes bench/RESULTS.md
-	@bench/run
+	@bench/run --write
 
 format: setup-lint  ## formats all sources
 	@scripts/lint.sh format

@@ -1,12 +1,15 @@
-/// The kernels against memory: nanoseconds per parameter, and GB/s of the bytes that must be read and written. Interleave
-/// and repeat to compare: kernels_bench --benchmark_repetitions=7 --benchmark_enable_random_interleaving
+/// The kernels against memory: nanoseconds per parameter, and GB/s of the bytes that must be read and written. To compare,
+/// interleave and repeat: kernels_bench --benchmark_repetitions=7 --benchmark_enable_random_interleaving
 /// --benchmark_report_aggregates_only.
 #include <ATen/Parallel.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/rand.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 #include <vector>
 
 #include "tessera/comm/sum_kernel.h"
@@ -17,48 +20,32 @@ namespace {
 
 constexpr int64_t kParameters = 1 << 23;  // no array fits a cache: what a training step sees
 
-std::vector<float> random_floats(int64_t count, uint32_t seed, float low, float high) {
-  std::mt19937 generator(seed);
-  std::uniform_real_distribution<float> distribution(low, high);
-  std::vector<float> values(static_cast<size_t>(count));
-  for (float& value : values) value = distribution(generator);
-  return values;
-}
-
 /// `ranks` gradients of `element`, as sum_sources takes them.
 struct Gradients {
   Gradients(int64_t ranks, Element element) {
     for (int64_t r = 0; r < ranks; ++r) {
-      auto values = random_floats(kParameters, static_cast<uint32_t>(r), -1, 1);
-      if (element != Element::float32) {
-        const void* source[] = {values.data()};
-        sum_sources({source, Element::float32}, 1.0, false, values.data(), element, kParameters);
-      }
-      arrays.push_back(std::move(values));
-      sources.push_back(arrays.back().data());
+      arrays.push_back(at::rand({kParameters}).to(element == Element::bfloat16 ? at::kBFloat16 : at::kFloat));
+      sources.push_back(arrays.back().data_ptr());
     }
     from = {sources, element};
   }
 
-  std::vector<std::vector<float>> arrays;
+  std::vector<at::Tensor> arrays;
   std::vector<const void*> sources;
   SumSources from;
 };
 
 void report(benchmark::State& state, int64_t bytes_per_parameter) {
-  const auto parameters = static_cast<double>(kParameters) * static_cast<double>(state.iterations());
-  state.counters["GB/s"] =
-      benchmark::Counter(parameters * static_cast<double>(bytes_per_parameter) * 1e-9, benchmark::Counter::kIsRate);
-  state.counters["ns/parameter"] =
-      benchmark::Counter(parameters * 1e-9, benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
+  const auto giga = static_cast<double>(kParameters) * static_cast<double>(state.iterations()) * 1e-9;
+  state.counters["GB/s"] = benchmark::Counter(giga * static_cast<double>(bytes_per_parameter), benchmark::Counter::kIsRate);
+  state.counters["ns/parameter"] = benchmark::Counter(giga, benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
 }
 
-/// The yardstick: what memcpy reaches.
+/// A yardstick: what memcpy reaches.
 void copy(benchmark::State& state) {
-  const auto from = random_floats(kParameters, 0, -1, 1);
-  std::vector<float> to(from.size());
+  const auto from = at::rand({kParameters}), to = at::rand({kParameters});
   for (auto _ : state) {
-    std::memcpy(to.data(), from.data(), from.size() * sizeof(float));
+    std::memcpy(to.data_ptr(), from.data_ptr(), static_cast<size_t>(kParameters) * sizeof(float));
     benchmark::ClobberMemory();
   }
   report(state, 8);
@@ -66,27 +53,34 @@ void copy(benchmark::State& state) {
 
 void sum(benchmark::State& state, int64_t ranks, Element element, bool in_place) {
   const Gradients gradients(ranks, element);
-  std::vector<float> out(static_cast<size_t>(kParameters));
-  void* to = in_place ? const_cast<void*>(gradients.sources[0]) : out.data();
+  const auto out = in_place ? gradients.arrays[0] : at::zeros({kParameters});
+  const double mean = 1.0 / static_cast<double>(ranks);
   for (auto _ : state)
-    benchmark::DoNotOptimize(
-        sum_sources(gradients.from, 1.0 / static_cast<double>(ranks), false, to, Element::float32, kParameters));
+    benchmark::DoNotOptimize(sum_sources(gradients.from, mean, false, out.data_ptr(), Element::float32, kParameters));
   report(state, ranks * size_of(element) + 4);
+}
+
+/// The other yardstick: the kernel behind Python's AdamW(fused=True), which takes one gradient and looks for nothing in it.
+void torch_fused_adamw(benchmark::State& state) {
+  const auto master = at::rand({kParameters}), gradient = at::rand({kParameters});
+  const auto exp_avg = at::zeros({kParameters}), exp_avg_sq = at::zeros({kParameters}), step = at::scalar_tensor(1.0f);
+  for (auto _ : state)
+    at::_fused_adamw_({master}, {gradient}, {exp_avg}, {exp_avg_sq}, {}, {step}, 1e-3, 0.9, 0.999, 0.01, 1e-8, false, false);
+  report(state, 28);
 }
 
 void adamw(benchmark::State& state, int64_t ranks, Element working_element, Element gradient_element) {
   const Gradients gradients(ranks, gradient_element);
-  auto master = random_floats(kParameters, 100, -1, 1);
-  std::vector<float> exp_avg(master.size()), exp_avg_sq(master.size()), working(master.size());
+  const auto master = at::rand({kParameters});
+  const auto exp_avg = at::zeros({kParameters}), exp_avg_sq = at::zeros({kParameters}), working = at::zeros({kParameters});
   const bool separate = working_element != Element::float32;  // in fp32 the working parameters are the master
-  const AdamWState where{.master = master.data(),
-                         .exp_avg = exp_avg.data(),
-                         .exp_avg_sq = exp_avg_sq.data(),
+  const AdamWState where{.master = master.data_ptr(),
+                         .exp_avg = exp_avg.data_ptr(),
+                         .exp_avg_sq = exp_avg_sq.data_ptr(),
                          .element = Element::float32,
-                         .working = separate ? working.data() : nullptr,
+                         .working = separate ? working.data_ptr() : nullptr,
                          .working_element = working_element};
-  AdamWStep step;
-  step.gradient_scale = 1.0 / static_cast<double>(ranks);
+  AdamWStep step{.gradient_scale = 1.0 / static_cast<double>(ranks)};
   for (auto _ : state) {
     benchmark::DoNotOptimize(adamw_update(gradients.from, step, where, kParameters));
     ++step.step;
@@ -106,6 +100,7 @@ BENCHMARK_CAPTURE(sum, two_fp32, 2, Element::float32, false)->Apply(best);
 BENCHMARK_CAPTURE(sum, two_fp32_in_place, 2, Element::float32, true)->Apply(best);
 BENCHMARK_CAPTURE(sum, eight_fp32, 8, Element::float32, false)->Apply(best);
 BENCHMARK_CAPTURE(sum, two_bf16, 2, Element::bfloat16, false)->Apply(best);
+BENCHMARK(torch_fused_adamw)->Apply(best);
 BENCHMARK_CAPTURE(adamw, one_fp32, 1, Element::float32, Element::float32)->Apply(best);
 BENCHMARK_CAPTURE(adamw, two_fp32, 2, Element::float32, Element::float32)->Apply(best);
 BENCHMARK_CAPTURE(adamw, one_fp32_working_bf16, 1, Element::bfloat16, Element::float32)->Apply(best);

@@ -137,9 +137,8 @@ TEST(Layout, RefusalsNameTheCause) {
   };
   expect_words(refused({{"good", {2}}, {"layer.weight", {2, -3}}}), {"'layer.weight'", "-3"});
   expect_words(refused({{"layer.weight", {int64_t{1} << 62, 4}}}), {"'layer.weight'"});
-  const int64_t most = std::numeric_limits<int64_t>::max();
-  expect_words(refused({{"first", {most - 100}}, {"second", {most - 100}}}), {"'second'"});
-  expect_words(refused({{"layer.weight", {most}}}), {"'layer.weight'"});
+  expect_words(refused({{"first", {int64_t{1} << 55}}, {"second", {(int64_t{1} << 55) + 1}}}), {"'second'", "2^56"});
+  expect_words(refused({{"layer.weight", {std::numeric_limits<int64_t>::max()}}}), {"'layer.weight'", "2^56"});
   expect_words(refused({{"a", {2}}}, 0), {"at least 1 rank"});
   expect_words(refused({{"a", {2}}}, 2, 8, Bytes{4}), {"4 bytes", "8"});
   expect_words(refused({{"a", {2}}}, 2, 4, Bytes{0}), {"0 bytes"});

@@ -30,7 +30,7 @@ def _kernels(runner, plan):
     for run in raw["benchmarks"]:
         if run.get("run_type") == "iteration":
             runs.setdefault(run["run_name"].split("/repeats")[0], []).append(run)
-    return {name: {"gb_per_second": [run["GB/s"] for run in each], "ns_per_parameter": [run["ns/parameter"] * 1e9 for run in each]}
+    return {name: {"gb_per_second": [run["GB/s"] for run in each], "ns_per_parameter": [run["ns/parameter"] for run in each]}
             for name, each in runs.items()}
 
 
@@ -50,7 +50,7 @@ def report(numbers):
     """Markdown and targets."""
     kernels, streams = numbers["kernels"], numbers["streams"]
     rows = [(f"`{name}`", number(median(each["ns_per_parameter"]), 2), number(median(each["gb_per_second"]), 1),
-             number(max(each["gb_per_second"]), 1)) for name, each in kernels.items()]
+             number(max(each["gb_per_second"]), 1)) for name, each in sorted(kernels.items())]
     memory = [(f"`{kind}`", *(f"{number(median(streams[n].get(kind, [])), 1)} / {number(max(streams[n].get(kind, [0])), 1)}" for n in streams))
               for kind in next(iter(streams.values()), {})]
     text = [f"One thread, arrays that fit no cache; GB/s of what must be read and written, medians of {numbers['repeats']} repetition(s), "

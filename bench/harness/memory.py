@@ -1,4 +1,5 @@
 """What training takes over libtorch alone: our proportional set sizes beside FSDP2's resident ones."""
+from harness.peers import mib_over_base
 from harness.table import at_most, median, number, ratio, spread, table, target
 from harness.works import PLACEMENTS
 
@@ -17,16 +18,15 @@ def measure(runner, plan):
         for placement in PLACEMENTS:
             name = f"{turn + 1}-{placement}"
             run = runner.attempt(name, lambda: runner.tessera(name, plan.work_b, placement, plan.memory_steps))
-            ranks = run.raw["per_rank"] if run else []
-            sums[placement].append(sum(rank["peak_pss_bytes"] - rank["base_pss_bytes"] for rank in ranks) / MIB if run else None)
+            sums[placement].append(run and mib_over_base(run.raw))
             if run:
-                roles[placement] = {role: max(rank["bytes"][role] for rank in ranks) / MIB for role in ROLES}
+                roles[placement] = {role: max(rank["bytes"][role] for rank in run.raw["per_rank"]) / MIB for role in ROLES}
         for peer in peers:
             name = f"{turn + 1}-fsdp2" + ("-mmap" if peer == FSDP2_MMAP else "")
             environment = {"MALLOC_MMAP_THRESHOLD_": "65536"} if peer == FSDP2_MMAP else {}
             run = runner.attempt(
                 name, lambda: runner.peer(name, plan.work_b, "fsdp2", plan.memory_steps, environment=environment), own=False)
-            sums[peer].append(sum(rank["hwm_over_base_mib"] for rank in run.raw["ranks"]) if run else None)
+            sums[peer].append(run and mib_over_base(run.raw))
     return {"work": plan.work_b.describe(), "mib": sums, "roles_mib": roles}
 
 

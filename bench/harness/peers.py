@@ -30,6 +30,7 @@ def measure(runner, plan, section):
     return {"work": work.describe(), "parameters": work.parameters(), "steps": plan.peer_steps, "rounds": plan.rounds,
             "step_ms": {program: [run and run.step_ms for run in all_runs] for program, all_runs in runs.items()},
             "tokens_per_second": {program: [run and run.tokens_per_second for run in all_runs] for program, all_runs in runs.items()},
+            "mib": {program: [run and mib_over_base(run.raw) for run in all_runs] for program, all_runs in runs.items()},
             "built": {program: _parameters(all_runs) for program, all_runs in runs.items()},
             "missing": _missing(runner)}
 
@@ -54,6 +55,13 @@ def _parameters(runs):
     return next((run.raw.get("parameters", run.raw.get("n_params")) for run in runs if run), None)
 
 
+def mib_over_base(raw):
+    """Peak over what was there before the model was built, summed over ranks: proportional set sizes of ours, resident of peers."""
+    if "per_rank" in raw:
+        return sum(rank["peak_pss_bytes"] - rank["base_pss_bytes"] for rank in raw["per_rank"]) / 2**20
+    return sum(rank["hwm_over_base_mib"] for rank in raw["ranks"])
+
+
 def _missing(runner):
     words = [] if runner.python else ["No Python with torch is here (TESSERA_PYTHON), so no peer was run."]
     if not runner.deepspeed:
@@ -67,12 +75,14 @@ def report(numbers, section):
     best = median(rates.get(ours("zero3"), []))
     ordered = sorted(rates, key=lambda program: -(median(rates[program]) or 0))
     rows = [(PEER_NAMES.get(program, f"**{program}**"), number(median(times[program])), spread(times[program]),
-             number(median(rates[program]), 1), number(ratio(best, median(rates[program])), 2)) for program in ordered]
+             number(median(rates[program]), 1), number(ratio(best, median(rates[program])), 2), number(median(numbers["mib"][program])))
+            for program in ordered]
     text = [f"{numbers['work']}, {RANKS} ranks, 1 thread each, fp32, AdamW, no clipping. Medians of each run's median of "
             f"{numbers['steps']} steps over {numbers['rounds']} interleaved round(s). All build the same shapes and read as many tokens; "
             "the synthetic tokens themselves differ between ours and the peers' harness (bench/peers), and one process does the "
-            "batches of both ranks one after another.",
-            table(("", "ms a step", "rounds", "tokens/s", "zero3 is … times as fast"), rows)]
+            "batches of both ranks one after another. Memory is the peak over what was there before the model, summed over the ranks (see "
+            "Memory).",
+            table(("", "ms a step", "rounds", "tokens/s", "zero3 is … times as fast", "memory, MiB"), rows)]
     odd = [f"{PEER_NAMES.get(program, program)} has {count}" for program, count in numbers["built"].items()
            if count not in (None, numbers["parameters"])]
     if odd:

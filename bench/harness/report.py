@@ -32,7 +32,7 @@ def render(results):
         result = results[section]
         text, met = report(result["numbers"])
         targets += met
-        remarks = [f"Measured on {result['date']}", f"{result['plan']} run"]
+        remarks = [f"Measured on {result['date']}", f"{result['plan']} run of {result['minutes']:.1f} minutes"]
         if result["commit"]:
             remarks.append(f"sources at {result['commit']}")
         if result["noise"]:

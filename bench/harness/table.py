@@ -18,9 +18,9 @@ def number(value, digits=0):
 
 
 def spread(values, digits=0):
-    """The smallest and the largest."""
+    """The smallest and the largest, if there are several."""
     values = [value for value in values if value is not None]
-    return "–" if not values else f"{number(min(values), digits)}–{number(max(values), digits)}"
+    return f"{number(min(values), digits)}–{number(max(values), digits)}" if len(values) > 1 else ""
 
 
 def ratio(above, below):
@@ -43,5 +43,5 @@ def at_most(want, wanted, got, values=(), digits=3):
 
 def with_spread(middle, values, digits):
     """The median and, of several values, the smallest and the largest."""
-    several = sum(value is not None for value in values) > 1
-    return number(middle, digits) + (f" ({spread(values, digits)})" if several else "")
+    around = spread(values, digits)
+    return number(middle, digits) + (f" ({around})" if around else "")

@@ -69,8 +69,8 @@ class Plan:
     stream_bytes: int = 128 << 20
 
 
-FULL = Plan("full", "40 to 50")
-QUICK = Plan("quick", "6 to 9", floor_repeats=1, rounds=1, peer_steps=6, memory_rounds=1, peers=("fsdp2", "ddp", "single"),
+FULL = Plan("full", "30 to 45")
+QUICK = Plan("quick", "6 to 10", floor_repeats=1, rounds=1, peer_steps=6, memory_rounds=1, peers=("fsdp2", "ddp", "single"),
              deepspeed=False, observer_repeats=1, kernel_repeats=2)
 SMOKE = Plan("smoke", "2", work_a=SMOKE_WORK, work_b=SMOKE_WORK, floor_repeats=1, floor_steps=2, rounds=1, peer_steps=2,
              memory_rounds=1, memory_steps=1, peers=("fsdp2", "ddp", "single"), deepspeed=False, observer_repeats=1,

@@ -1,5 +1,7 @@
-// One vector of elements: loading from and storing to each kind of element. Compiled once for each SIMD target (Highway's
+// One vector of elements: loaded from and stored to each kind of element. Compiled once for each SIMD target (Highway's
 // foreach_target.h includes it repeatedly, hence the toggled guard).
+// Compile with -ffp-contract=off: where a compiler fuses a product into a sum, targets that have the instruction would give
+// other bits than those that have not. Fused on purpose is what says MulAdd.
 #if defined(TESSERA_COMM_ELEMENT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TESSERA_COMM_ELEMENT_INL_H_
 #undef TESSERA_COMM_ELEMENT_INL_H_
@@ -7,7 +9,9 @@
 #define TESSERA_COMM_ELEMENT_INL_H_
 #endif
 
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "hwy/highway.h"
@@ -21,6 +25,12 @@ namespace hn = hwy::HWY_NAMESPACE;
 template <Element E>
 using Storage =
     std::conditional_t<E == Element::float32, float, std::conditional_t<E == Element::float64, double, uint16_t>>;
+
+inline constexpr size_t kMaxLanes = 16;
+
+/// The vectors that are computed with. C is float, or double where a double is involved.
+template <class C>
+using Tag = hn::CappedTag<C, kMaxLanes>;
 
 /// fp16 bits (zero-extended) to the float of the same value, exactly, by the method of github.com/Maratyszcza/FP16.
 template <class D, class V>
@@ -84,16 +94,59 @@ HWY_INLINE hn::Vec<D> load(D d, const Storage<E>* from) {
   }
 }
 
-/// One vector of floats to elements of kind E (not float64) at any address, rounded to nearest even.
+/// The float beside `value` towards zero, made odd if `value` lies between two floats. A float has more than two bits more
+/// than the 16-bit kinds, so that rounding this to them is rounding `value` once (Boldo & Melquiond 2008, "Emulation of FMA
+/// and correctly rounded sums: proved algorithms using rounding to odd").
+inline float round_to_odd(double value) {
+  const float nearest = static_cast<float>(value);
+  if (std::isnan(value) || nearest == value) return nearest;
+  uint32_t bits;
+  std::memcpy(&bits, &nearest, sizeof(bits));
+  if (std::fabs(nearest) > std::fabs(value)) --bits;
+  bits |= 1u;
+  float odd;
+  std::memcpy(&odd, &bits, sizeof(odd));
+  return odd;
+}
+
+/// One vector to elements of kind E at any address, rounded once, to nearest even. Float to float64 is not offered.
 template <Element E, class D>
 HWY_INLINE void store(D d, hn::Vec<D> value, Storage<E>* to) {
-  if constexpr (E == Element::float32) {
+  using C = hn::TFromD<D>;
+  if constexpr (std::is_same_v<Storage<E>, C>) {
     hn::StoreU(value, d, to);
+  } else if constexpr (std::is_same_v<C, double>) {
+    // One by one, for it is rare: Highway's conversion clamps on some targets.
+    HWY_ALIGN_MAX double wide[kMaxLanes];
+    HWY_ALIGN_MAX float narrow[kMaxLanes];
+    hn::Store(value, d, wide);
+    for (size_t i = 0; i < hn::Lanes(d); ++i)
+      narrow[i] = E == Element::float32 ? static_cast<float>(wide[i]) : round_to_odd(wide[i]);
+    const hn::Rebind<float, D> df;
+    store<E>(df, hn::LoadU(df, narrow), to);
   } else {
     const hn::Rebind<uint16_t, D> du16;
     const auto bits = E == Element::bfloat16 ? bfloat_of_float(d, value) : half_of_float(d, value);
     hn::StoreU(hn::DemoteTo(du16, hn::BitCast(hn::RebindToSigned<D>(), bits)), du16, to);
   }
+}
+
+/// `load` of the first n lanes; the others are zero.
+template <Element E, class D>
+HWY_INLINE hn::Vec<D> load_first(D d, int64_t n, const Storage<E>* from) {
+  if (n == static_cast<int64_t>(hn::Lanes(d))) return load<E>(d, from);
+  Storage<E> padded[kMaxLanes] = {};
+  std::memcpy(padded, from, static_cast<size_t>(n) * sizeof(Storage<E>));
+  return load<E>(d, padded);
+}
+
+/// `store` of the first n lanes.
+template <Element E, class D>
+HWY_INLINE void store_first(D d, int64_t n, hn::Vec<D> value, Storage<E>* to) {
+  if (n == static_cast<int64_t>(hn::Lanes(d))) return store<E>(d, value, to);
+  Storage<E> padded[kMaxLanes];
+  store<E>(d, value, padded);
+  std::memcpy(to, padded, static_cast<size_t>(n) * sizeof(Storage<E>));
 }
 
 }  // namespace tessera::HWY_NAMESPACE

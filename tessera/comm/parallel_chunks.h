@@ -8,7 +8,7 @@
 
 namespace tessera {
 
-/// Elements that one thread takes at a time: 32 of the kernels' blocks.
+/// Elements that one thread takes at a time: enough to be worth the handing out.
 inline constexpr int64_t kChunk = 65536;
 
 /// Calls `range(begin, end)` for each chunk of [0, count) on at::get_num_threads() threads (never nested) and adds what the

@@ -32,8 +32,8 @@ struct SumResult {
 /// position, nor on how an interval is cut into calls, nor on the CPU's vector instructions, nor on the number of threads.
 ///
 /// Addresses need no alignment but an element's own. `out` may be one of the sources if it has their element type; otherwise
-/// it must not overlap them. Runs on at::get_num_threads() threads. Results of 1 MiB and more that `out` held nothing of are
-/// written past the caches. O(count · sources).
+/// it must not overlap them. It is fastest when all are 64-byte aligned. Runs on at::get_num_threads() threads.
+/// O(count · sources).
 SumResult sum_sources(const SumSources& from, double scale, bool accumulate, void* out, Element out_element, int64_t count);
 
 }  // namespace tessera

@@ -49,10 +49,12 @@ Engine::~Engine() {
   for (const auto& unit : units_)
     for (const auto& parameter : unit->parameters())
       torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
-  if (std::uncaught_exceptions() > unwinding_)
-    communicator_->fail("an exception ended it");
-  else if (phase_ == Phase::stepping)
-    for (const auto& unit : units_) unit->publish_next_epoch();
+  if (std::uncaught_exceptions() > unwinding_) communicator_->fail("an exception ended it");
+  if (std::uncaught_exceptions() > unwinding_ || phase_ != Phase::stepping) return;
+  for (const auto& unit : units_) {  // peers may still want to read what an outside optimizer wrote last
+    if (unit->shard_written) unit->write_working_from_master();
+    unit->publish_next_epoch();
+  }
 }
 
 Traffic Engine::traffic() const {
@@ -83,6 +85,10 @@ void Engine::note(StepKind kind, uint32_t unit) {
 void Engine::attach(GradientConsumer* consumer) {
   if (consumer != nullptr && consumer_ != nullptr)
     throw ConfigError("this sharded model already has an optimizer attached; destroy it before making another");
+  if (consumer != nullptr && consumer->fuses_reduction() && non_finite_ == NonFinite::skip)
+    throw ConfigError(
+        "a step can't be skipped after the update, and with fused_reduction that is when a gradient that is not finite is found; "
+        "use non_finite = stop, or construct the optimizer without fused_reduction");
   consumer_ = consumer;
 }
 
@@ -223,7 +229,10 @@ void Engine::enter_backward() {
   if (reduction_pending_) make_reduced();
   phase_ = Phase::backward;
   arrivals_ = false;
-  for (const auto& unit : units_) unit->complete = false;
+  for (const auto& unit : units_) {
+    unit->complete = false;
+    unit->expected = unit->count_trainable();
+  }
   torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
 }
 

@@ -25,7 +25,7 @@ void Engine::on_gradient(uint32_t index, ParameterIndex p) {
   arrivals_ = true;
   unit.take_gradient(p);
   const bool early = !updates_in_backward() || !unit.touched_after_complete;
-  if (unit.arrivals == unit.expected() && early && gradients_sharded()) post(index);
+  if (unit.arrivals == unit.expected && early && gradients_sharded()) post(index);
   serve_peers();
 }
 
@@ -33,12 +33,12 @@ void Engine::post(uint32_t index) {
   Unit& unit = *units_[index];
   if (unit.residency() == Residency::resident) release(index);
   if (updates_in_backward()) unit.expect_next_epoch();
+  lent_ -= unit.lent;  // its round before, if that was not taken back
   unit.post();
   note(StepKind::reduce, index);
   to_reduce_.push_back(index);
-  Bytes lent;
-  for (const auto& other : units_) lent += other->lent_bytes();
-  traffic_.peak_lent = std::max(traffic_.peak_lent, lent);
+  lent_ += unit.lent;
+  traffic_.peak_lent = std::max(traffic_.peak_lent, lent_);
 }
 
 void Engine::sweep_gradients(Unit& unit) {
@@ -70,7 +70,12 @@ void Engine::serve_peers() {
 }
 
 void Engine::take_back_lent() {
-  std::erase_if(to_return_, [&](uint32_t index) { return units_[index]->take_back(); });
+  std::erase_if(to_return_, [&](uint32_t index) {
+    const Bytes lent = units_[index]->lent;
+    if (!units_[index]->take_back()) return false;
+    lent_ -= lent;
+    return true;
+  });
 }
 
 void Engine::reduce(uint32_t index) {

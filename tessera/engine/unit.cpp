@@ -117,9 +117,7 @@ std::byte* Unit::master_at(int64_t element) const {
   return master_.data() == nullptr ? working_at(element) : master_.data() + (element - updated_.begin) * master_size_;
 }
 
-bool Unit::trainable() const { return expected() > 0; }
-
-size_t Unit::expected() const {
+size_t Unit::count_trainable() const {
   size_t count = 0;
   for (const auto& parameter : parameters_) count += parameter.tensor.requires_grad() ? 1 : 0;
   return count;

@@ -63,8 +63,8 @@ class Unit {
   c10::ScalarType working_type() const { return working_type_; }
   std::vector<UnitParameter>& parameters() { return parameters_; }
   const std::vector<UnitParameter>& parameters() const { return parameters_; }
-  bool trainable() const;   ///< has a parameter that requires a gradient now
-  size_t expected() const;  ///< parameters that require a gradient now
+  bool trainable() const { return count_trainable() > 0; }  ///< has a parameter that requires a gradient now
+  size_t count_trainable() const;                           ///< parameters that require a gradient now; O(parameters)
 
   // Parameters.
   Residency residency() const { return residency_; }
@@ -109,7 +109,6 @@ class Unit {
   void drop_round() { exchange_->finish(round_); }  ///< this rank reads nothing of the posted round
   /// Lends no more, if all peers are done. Returns whether nothing is lent.
   bool take_back();
-  std::chrono::nanoseconds wait_returned(int64_t step);
   void forget_gradients();  ///< the step is over
   bool any_gradient() const;
 
@@ -118,7 +117,6 @@ class Unit {
   Bytes gradient_bytes() const;   ///< of the gradient shard; 0 if gradients are replicated, which stay where they grew
   Bytes master_bytes() const { return master_.bytes(); }  ///< of separate master weights
   Bytes staged_bytes() const { return staged_; }          ///< of gradients that were copied to where peers can read
-  Bytes lent_bytes() const;                               ///< of gradients that peers may read now
   int64_t updated_elements() const { return updated_.size(); }
   int64_t gathered_bytes = 0;  ///< that came from peers by gathers, ever
   int64_t reduced_bytes = 0;   ///< that came from peers by reductions, ever
@@ -127,7 +125,9 @@ class Unit {
   bool touched_after_complete = false;
   bool updated = false;        ///< its parameters changed when its gradients were reduced
   bool shard_written = false;  ///< an operator wrote to a shard since the last step
-  size_t arrivals = 0;
+  size_t arrivals = 0;             ///< gradients that came in this backward
+  size_t expected = 0;             ///< gradients that can come in this backward
+  Bytes lent;                      ///< in the posted round, until it is taken back
 
  private:
   void lay_out(UnitSpec& spec);

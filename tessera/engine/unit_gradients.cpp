@@ -40,11 +40,13 @@ void Unit::take_gradient(ParameterIndex p) {
 void Unit::post() {
   if (round_ > 0) exchange_->wait_finished(round_, name_, 0);  // the offers of the round before may still be read
   ++round_;
+  lent = Bytes{};
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
     auto& parameter = parameters_[p];
     exchange_->offer(p, parameter.taken.defined() ? parameter.taken.const_data_ptr() : nullptr);
     parameter.lent = std::move(parameter.taken);
     parameter.taken = at::Tensor();
+    if (parameter.lent.defined()) lent += Bytes(static_cast<int64_t>(parameter.lent.nbytes()));
     parameter.arrived = false;
   }
   arrivals = 0;
@@ -212,13 +214,8 @@ bool Unit::take_back() {
   for (int r = 0; r < layout_.ranks(); ++r)
     if (!exchange_->finished(Rank(r), round_)) return false;
   for (auto& parameter : parameters_) parameter.lent = at::Tensor();
+  lent = Bytes{};
   return true;
-}
-
-std::chrono::nanoseconds Unit::wait_returned(int64_t step) {
-  const auto spent = round_ > 0 ? exchange_->wait_finished(round_, name_, step) : std::chrono::nanoseconds{};
-  take_back();
-  return spent;
 }
 
 bool Unit::any_gradient() const {
@@ -235,14 +232,6 @@ void Unit::forget_gradients() {
   }
   shard_written = false;
   updated = false;
-}
-
-Bytes Unit::lent_bytes() const {
-  Bytes bytes;
-  for (const auto& parameter : parameters_)
-    for (const auto* gradient : {&parameter.taken, &parameter.lent})
-      if (gradient->defined()) bytes += Bytes(static_cast<int64_t>(gradient->nbytes()));
-  return bytes;
 }
 
 }  // namespace tessera

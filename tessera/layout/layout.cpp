@@ -8,6 +8,8 @@
 namespace tessera {
 namespace {
 
+constexpr int64_t kMost = int64_t{1} << 56;  // elements of a unit, so that its bytes and padding can be counted, too
+
 int64_t elements_of(const NamedShape& parameter) {
   int64_t numel = 1;
   for (const int64_t size : parameter.shape) {
@@ -27,7 +29,7 @@ Interval intersect(Interval a, Interval b) {
 
 Layout Layout::flat(std::span<const NamedShape> shapes, int ranks, int64_t element_size, Bytes alignment) {
   if (ranks < 1) throw ConfigError(text("a layout needs at least 1 rank, not ", ranks));
-  if (element_size < 1 || alignment.value % element_size != 0)
+  if (element_size < 1 || alignment.value < element_size || alignment.value % element_size != 0)
     throw ConfigError(text("an alignment of ", alignment.value, " bytes is no multiple of an element's ", element_size));
   Layout layout;
   layout.ranks_ = ranks;
@@ -36,6 +38,7 @@ Layout Layout::flat(std::span<const NamedShape> shapes, int ranks, int64_t eleme
   int64_t end = 0;
   for (const auto& parameter : shapes) {
     const int64_t numel = elements_of(parameter);
+    if (numel > kMost - end) throw ConfigError(text("with parameter '", parameter.name, "' the unit has more than 2^56 elements"));
     layout.offsets_.push_back(end);
     layout.numels_.push_back(numel);
     layout.real_ += numel;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 #include "tessera/base/environment.h"
 #include "tessera/base/error.h"
@@ -12,13 +13,16 @@
 namespace tessera {
 namespace {
 
-int required(const char* name, const char* because) {
-  const auto value = environment_integer(name);
-  if (!value) throw ConfigError(text(because, " is set, but ", name, " is not; a launcher sets both"));
-  return static_cast<int>(*value);
+int optional(const char* name, int otherwise) {
+  const int64_t value = environment_integer(name).value_or(otherwise);
+  if (!std::in_range<int>(value)) throw ConfigError(text("environment variable ", name, " can't be ", value));
+  return static_cast<int>(value);
 }
 
-int optional(const char* name, int otherwise) { return static_cast<int>(environment_integer(name).value_or(otherwise)); }
+int required(const char* name, const char* because) {
+  if (!environment(name)) throw ConfigError(text(because, " is set, but ", name, " is not; a launcher sets both"));
+  return optional(name, 0);
+}
 
 std::string joined(std::initializer_list<const char*> names) {
   std::string key;
@@ -38,6 +42,8 @@ World checked(World world, const char* rank_name, const char* size_name) {
         text("the number of ranks on this host is said to be ", world.local_size, ", but ", size_name, " is ", world.size));
   check(world.local_rank.value >= 0 && world.local_rank.value < world.local_size,
         text("the local rank is ", world.local_rank.value, ", but this host has ", world.local_size, " ranks"));
+  check(world.local_size < world.size || world.local_rank == world.rank,
+        text("all ", world.size, " ranks are on this host, where the local rank is ", world.local_rank.value, ", but ", rank_name, " is ", world.rank.value));
   return world;
 }
 

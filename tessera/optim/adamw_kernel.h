@@ -17,8 +17,7 @@ struct AdamWStep {
   double gradient_scale = 1.0;  ///< multiplies the summed gradient: 1/ranks for a mean, times a clipping coefficient
 };
 
-/// Where one interval of AdamW's state lies. All arrays have `count` elements, aligned to their own size, and do not
-/// overlap.
+/// Where one interval of AdamW's state lies. All arrays have `count` elements, each aligned to its size, and do not overlap.
 struct AdamWState {
   void* master;             ///< fp32 (fp64 for an fp64 model), updated in place
   void* exp_avg;            ///< first moment, same type as master
@@ -37,11 +36,11 @@ struct AdamWState {
 /// fused multiply-add; everything is within a few ulp of it, and of the fused kernel behind Python's AdamW(fused=True).
 ///
 /// For finite gradients the bits of an element depend neither on its position, nor on how an interval is cut into calls, nor
-/// on the number of threads. A block of 2,048 elements, counted from the start of the call, that has a gradient that is not
+/// on the number of threads. A block of 512 elements, counted from the start of the call, that has a gradient that is not
 /// finite is left unchanged, the working parameters too; only `gradient_sum` receives it.
 ///
-/// Runs on at::get_num_threads() threads. Working parameters and gradient sums of 1 MiB and more are written past the
-/// caches. Throws InternalError if step < 1 or the element types do not fit. O(count · sources).
+/// `working` may be `master` itself. Fastest when all arrays are 64-byte aligned. Runs on at::get_num_threads() threads.
+/// Throws InternalError if step < 1 or the element types do not fit. O(count · sources).
 SumResult adamw_update(const SumSources& gradients, const AdamWStep& step, const AdamWState& state, int64_t count);
 
 }  // namespace tessera

@@ -1,0 +1,256 @@
+// Random small models, sharded at random, against the unsharded run. TESSERA_TEST_SEED repeats the draw of that seed, TESSERA_TEST_DRAWS says
+// how many follow it.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tessera/base/environment.h"
+#include "tessera/base/text.h"
+#include "tessera/tessera.h"
+#include "tests/support/on_ranks.h"
+#include "tests/support/random_net.h"
+#include "tests/support/sharded_helpers.h"
+
+namespace tessera::test {
+namespace {
+
+using torch::Tensor;
+using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
+
+constexpr int kSteps = 3;
+
+enum class Updates { adamw, fused_adamw, torch_adamw, torch_adam, torch_sgd };
+constexpr const char* kUpdates[] = {"AdamW", "fused AdamW", "torch AdamW on shards", "torch Adam on shards", "torch SGD with momentum on shards"};
+
+/// All that is drawn of a run.
+struct Draw {
+  explicit Draw(uint64_t seed);
+  std::string description() const;
+  bool ours() const { return updates == Updates::adamw || updates == Updates::fused_adamw; }
+  bool fused() const { return updates == Updates::fused_adamw; }
+
+  /// Seed of what `rank` reads in a micro-batch, and which optional stages it leaves out there.
+  uint64_t data(int step, int micro, int rank) const { return seed * 1000 + static_cast<uint64_t>((step * micros + micro) * ranks + rank); }
+  uint64_t without(int step, int micro, int rank) const;
+
+  uint64_t seed;
+  int ranks, micros;
+  Placements placements;
+  Updates updates;
+  RandomNetOptions net;
+  double unit_share;         ///< of modules that are units
+  std::optional<double> clip;
+  bool hold_all;             ///< hold accumulating() over the last micro-batch, too
+  bool evaluate;             ///< a pass without gradients after each step
+  bool broadcast;            ///< only rank 0 has the right initial values
+};
+
+Draw::Draw(uint64_t drawn) : seed(drawn) {
+  std::mt19937_64 random(seed ^ 0x5eed);
+  const auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+  const Placements all[] = {ddp(), zero1(), zero2(), zero3()};
+  ranks = draw(1, 5);
+  micros = draw(0, 2) == 0 ? draw(2, 3) : 1;
+  placements = all[draw(0, 3)];
+  updates = static_cast<Updates>(draw(0, 4));
+  net.type = draw(0, 1) == 0 ? torch::kDouble : torch::kFloat;
+  unit_share = draw(0, 4) / 4.0;
+  if (draw(0, 1) == 0 && !fused()) clip = draw(0, 1) == 0 ? 0.1 : 100.0;
+  hold_all = micros > 1 && draw(0, 3) == 0;
+  evaluate = draw(0, 2) == 0;
+  broadcast = draw(0, 4) == 0;
+  net.optional = draw(0, 1) == 0;
+  // An optimizer that updates in backward may refuse a frozen parameter that is used after its unit's gradients have come in an unusual order.
+  net.frozen = !(fused() && net.optional) && draw(0, 1) == 0;
+}
+
+uint64_t Draw::without(int step, int micro, int rank) const {
+  std::mt19937_64 random(data(step, micro, rank) ^ 0x0b7);
+  return net.optional && random() % 2 == 0 ? random() : 0;
+}
+
+std::string Draw::description() const {
+  return text("TESSERA_TEST_SEED=", seed, ": ", ranks, " ranks, ", name_of(placements), ", ", kUpdates[static_cast<int>(updates)], ", ",
+              net.type == torch::kDouble ? "fp64" : "fp32", ", ", micros, " micro-batches", hold_all ? " (all held)" : "",
+              clip ? text(", clipped to ", *clip) : "", ", units ", unit_share, evaluate ? ", evaluated" : "", broadcast ? ", broadcast" : "", "; ",
+              RandomNet(seed, net)->description());
+}
+
+std::unique_ptr<torch::optim::Optimizer> torch_optimizer(Updates updates, const std::vector<Tensor>& parameters) {
+  using namespace torch::optim;
+  switch (updates) {
+    case Updates::torch_sgd: return std::make_unique<SGD>(parameters, SGDOptions(0.1).momentum(0.9).weight_decay(0.01));
+    case Updates::torch_adam: return std::make_unique<Adam>(parameters, AdamOptions(0.02).betas({0.8, 0.95}).eps(1e-3));
+    default: return std::make_unique<AdamW>(parameters, AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-3).weight_decay(0.05));
+  }
+}
+const AdamWOptions kAdamW = {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.05};
+
+int64_t rows_of(int rank) { return 2 + rank % 2; }
+
+/// What one step of a run showed; of the losses only this rank's.
+struct Seen {
+  std::vector<double> losses;
+  std::optional<NamedTensors> gradients;
+  double norm = 0, evaluation = 0;
+};
+
+struct Run {
+  std::vector<Seen> steps;
+  NamedTensors parameters;
+};
+
+NamedTensors copies(const NamedTensors& tensors) {
+  NamedTensors all;
+  for (const auto& [name, tensor] : tensors) all.emplace_back(name, tensor.defined() ? tensor.detach().clone() : Tensor());
+  return all;
+}
+
+NamedTensors gradients_of(const RandomNet& net) {
+  NamedTensors gradients;
+  for (const auto& [name, parameter] : net->unique_parameters()) gradients.emplace_back(name, parameter.grad());
+  return copies(gradients);
+}
+
+double evaluation_of(RandomNet& net, const Draw& draw) {
+  const torch::NoGradGuard no_grad;
+  return net->loss(draw.seed, 4, 0).item<double>();
+}
+
+Run unsharded(const Draw& draw, int rank) {
+  Run run;
+  RandomNet net(draw.seed, draw.net);
+  std::vector<Tensor> parameters;
+  for (const auto& [name, parameter] : net->unique_parameters()) parameters.push_back(parameter);
+  const auto optimizer = torch_optimizer(draw.updates, parameters);
+  for (int step = 0; step < kSteps; ++step) {
+    Seen& seen = run.steps.emplace_back();
+    for (int micro = 0; micro < draw.micros; ++micro)
+      for (int r = 0; r < draw.ranks; ++r) {
+        const auto loss = net->loss(draw.data(step, micro, r), rows_of(r), draw.without(step, micro, r)) / draw.micros;
+        if (r == rank) seen.losses.push_back(loss.item<double>());
+        (loss / draw.ranks).backward();
+      }
+    seen.gradients = gradients_of(net);
+    if (draw.clip) seen.norm = torch::nn::utils::clip_grad_norm_(parameters, *draw.clip);
+    optimizer->step();
+    optimizer->zero_grad();
+    if (draw.evaluate) seen.evaluation = evaluation_of(net, draw);
+  }
+  run.parameters = copies(net->unique_parameters());
+  return run;
+}
+
+// Some of the modules, the same on all ranks.
+UnitPolicy random_units(const RandomNet& net, const Draw& draw) {
+  const UnitPolicy policy = [seed = draw.seed, share = draw.unit_share](const std::string& name, const torch::nn::Module&) {
+    uint64_t hash = seed;
+    for (const char c : name) hash = (hash ^ static_cast<uint64_t>(c)) * 1099511628211ULL;
+    return static_cast<double>(hash >> 40 & 0xffff) < share * 0x10000;
+  };
+  for (const auto& item : net->named_modules("", /*include_self=*/false))
+    if (policy(item.key(), *item.value())) return policy;
+  return nullptr;  // a policy that matches nothing is an error
+}
+
+Run sharded_run(const Draw& draw, const World& world) {
+  Run run;
+  const int rank = world.rank.value;
+  RandomNet net(draw.seed, draw.net);
+  if (draw.broadcast && rank > 0) {
+    const torch::NoGradGuard no_grad;
+    for (auto& [name, parameter] : net->unique_parameters()) parameter.add_(rank);
+  }
+  auto sharded = fully_shard(net, Mesh(world), {.placements = draw.placements, .units = random_units(net, draw), .initial = draw.broadcast ? Initial::broadcast : Initial::verify});
+  std::unique_ptr<AdamW> ours;
+  std::unique_ptr<torch::optim::Optimizer> theirs;
+  if (draw.ours()) {
+    auto options = kAdamW;
+    options.fused_reduction = draw.fused();
+    ours = std::make_unique<AdamW>(sharded, options);
+  } else {
+    theirs = torch_optimizer(draw.updates, sharded.parameters());
+  }
+  for (int step = 0; step < kSteps; ++step) {
+    Seen& seen = run.steps.emplace_back();
+    for (int micro = 0; micro < draw.micros; ++micro) {
+      const auto loss = net->loss(draw.data(step, micro, rank), rows_of(rank), draw.without(step, micro, rank)) / draw.micros;
+      seen.losses.push_back(loss.item<double>());
+      std::optional<Sharded::Accumulating> held;
+      if (draw.hold_all || micro + 1 < draw.micros) held.emplace(sharded.engine());
+      loss.backward();
+    }
+    if (!draw.fused()) seen.gradients = copies(sharded.full_gradients());
+    if (draw.clip) seen.norm = sharded.clip_grad_norm(*draw.clip);
+    if (ours) {
+      ours->step();
+      ours->zero_grad();
+    } else {
+      theirs->step();
+      theirs->zero_grad();
+    }
+    if (draw.evaluate) seen.evaluation = evaluation_of(net, draw);
+  }
+  run.parameters = sharded.full_parameters();
+  for (const auto& unit : sharded.engine().units()) EXPECT_EQ(unit->lent_bytes(), Bytes(0)) << unit->name();
+  return run;
+}
+
+// Elements may differ by `tolerance` times the largest of all tensors.
+void expect_close(const NamedTensors& sharded, const NamedTensors& plain, double tolerance, const std::string& what) {
+  std::map<std::string, Tensor> wanted(plain.begin(), plain.end());
+  ASSERT_EQ(sharded.size(), plain.size()) << what;
+  double largest = 1e-3;
+  for (const auto& [name, tensor] : plain)
+    if (tensor.defined() && tensor.numel() > 0) largest = std::max(largest, tensor.abs().max().item<double>());
+  for (const auto& [name, tensor] : sharded) {
+    const Tensor& expected = wanted[name];
+    ASSERT_EQ(tensor.defined(), expected.defined()) << what << " of " << name;
+    if (!tensor.defined()) continue;
+    ASSERT_EQ(tensor.sizes(), expected.sizes()) << what << " of " << name;
+    const double difference = (tensor.to(torch::kDouble) - expected.to(torch::kDouble)).abs().max().item<double>();
+    EXPECT_LE(difference, tolerance * largest) << what << " of " << name;
+  }
+}
+
+void expect_close(double sharded, double plain, double tolerance, const std::string& what) {
+  EXPECT_NEAR(sharded, plain, tolerance * std::max(1.0, std::abs(plain))) << what;
+}
+
+void compare(const Draw& draw, const World& world) {
+  const Run plain = unsharded(draw, world.rank.value), sharded = sharded_run(draw, world);
+  const double tolerance = draw.net.type == torch::kDouble ? 1e-12 : 1e-6;
+  for (size_t s = 0; s < kSteps; ++s) {
+    const std::string step = text(" in step ", s + 1);
+    const Seen &mine = sharded.steps[s], &wanted = plain.steps[s];
+    for (size_t m = 0; m < wanted.losses.size(); ++m) expect_close(mine.losses[m], wanted.losses[m], tolerance, text("loss ", m, step));
+    if (mine.gradients) expect_close(*mine.gradients, *wanted.gradients, tolerance, "gradient" + step);
+    expect_close(mine.norm, wanted.norm, tolerance, "norm" + step);
+    expect_close(mine.evaluation, wanted.evaluation, tolerance, "evaluation" + step);
+  }
+  expect_close(sharded.parameters, plain.parameters, tolerance, "parameter");
+}
+
+TEST(ParityRandom, AnyModelAnyPlacementEqualsTheUnshardedRun) {
+  at::set_num_threads(1);
+  const auto draws = environment_integer("TESSERA_TEST_DRAWS").value_or(environment("TESSERA_TEST_SEED") ? 1 : 40);
+  const auto first = static_cast<uint64_t>(environment_integer("TESSERA_TEST_SEED").value_or(std::random_device()()));
+  std::cout << draws << " draws from TESSERA_TEST_SEED=" << first << std::endl;
+  for (uint64_t seed = first; seed < first + static_cast<uint64_t>(draws); ++seed) {
+    const Draw draw(seed);
+    SCOPED_TRACE(draw.description());
+    on_ranks(draw.ranks, [&](World world) { compare(draw, world); });
+  }
+}
+
+}  // namespace
+}  // namespace tessera::test
