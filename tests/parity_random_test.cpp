@@ -90,7 +90,7 @@ std::unique_ptr<torch::optim::Optimizer> torch_optimizer(Updates updates, const 
   switch (updates) {
     case Updates::torch_sgd: return std::make_unique<SGD>(parameters, SGDOptions(0.1).momentum(0.9).weight_decay(0.01));
     case Updates::torch_adam: return std::make_unique<Adam>(parameters, AdamOptions(0.02).betas({0.8, 0.95}).eps(1e-3));
-    default: return std::make_unique<AdamW>(parameters, AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-3).weight_decay(0.05));
+    default: return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-3).weight_decay(0.05));
   }
 }
 const AdamWOptions kAdamW = {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.05};
@@ -201,7 +201,7 @@ Run sharded_run(const Draw& draw, const World& world) {
     if (draw.evaluate) seen.evaluation = evaluation_of(net, draw);
   }
   run.parameters = sharded.full_parameters();
-  for (const auto& unit : sharded.engine().units()) EXPECT_EQ(unit->lent_bytes(), Bytes(0)) << unit->name();
+  for (const auto& unit : sharded.engine().units()) EXPECT_EQ(unit->lent, Bytes(0)) << unit->name();
   return run;
 }
 

@@ -22,13 +22,18 @@ constexpr int kMaxObjects = 1 << 16;
 constexpr int64_t kPage = 4096;
 constexpr auto kStandstill = std::chrono::milliseconds(400);  // all ranks wait and nothing moves
 
-enum class Presence : uint32_t { running, left, failed };
+}  // namespace
+
+enum class Presence : uint32_t { running, left, failed, disagrees };
+
+namespace {
 
 struct alignas(128) RankControl {
   std::atomic<Presence> presence;
   std::atomic<uint32_t> waiting;  // in a wait for peers, with `operation` describing it
+  std::atomic<uint32_t> looks;    // how often it has looked, in a wait, and found that it must wait on
   char operation[160];
-  char message[512];  // why it failed
+  char message[512];  // why it failed or disagrees
 };
 
 struct ObjectControl {
@@ -43,6 +48,13 @@ struct Control {
   std::atomic<uint32_t> sleepers;
   RankControl ranks[kMaxRanks];
   ObjectControl objects[kMaxObjects];
+};
+
+// Since when nothing has moved, as one waiting rank sees it.
+struct Stillness {
+  std::chrono::steady_clock::time_point since;
+  uint32_t pulse = 0;
+  uint32_t looks[kMaxRanks] = {};  // of each rank, then
 };
 
 namespace {
@@ -123,8 +135,12 @@ Segment::Segment(const World& world, Meeting meeting, std::chrono::milliseconds 
       timeout_(timeout),
       meeting_(std::move(meeting)),
       next_object_(kObjects) {
-  for (const int process : meeting_.process_ids)
+  for (const int process : meeting_.process_ids) {
     processes_.emplace_back(static_cast<int>(syscall(SYS_pidfd_open, process, 0)));
+    if (!processes_.back() && errno != ESRCH)  // which means: dead already
+      throw SystemError(text("the system refuses to watch process ", process, " of this run (", std::strerror(errno),
+                             "); ranks that share memory need pidfd_open, of Linux 5.3"));
+  }
   void* mapped = mmap(nullptr, static_cast<size_t>(meeting_.bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
                       meeting_.memory.get(), 0);
   if (mapped == MAP_FAILED)
@@ -207,20 +223,18 @@ std::chrono::nanoseconds Segment::wait_slowly(const Operation& operation, const 
   }
   announce(operation, true);
   pulse();
-  auto checked = start, moved = start;
-  uint32_t last_pulse = control_->pulse.load();
+  auto checked = start;
+  Stillness stillness;
   try {
     while (!done()) {
+      control_->ranks[rank_.value].looks.fetch_add(1, std::memory_order_acq_rel);
       sleep_until_pulse(done);
       const auto now = std::chrono::steady_clock::now();
       if (now - checked < std::chrono::milliseconds(50)) continue;
       checked = now;
       check_peers(operation, arrived);
-      if (now - start > timeout_) refuse_to_wait(text(timeout_.count(), " ms"), operation, arrived);
-      const uint32_t present_pulse = control_->pulse.load();
-      if (present_pulse != last_pulse || !all_wait()) moved = now;
-      last_pulse = present_pulse;
-      if (now - moved > kStandstill) refuse_to_wait("in vain", operation, arrived);
+      if (now - start > timeout_) refuse_to_wait(operation, arrived);
+      if (stands_still(stillness)) disagree(operation);
     }
   } catch (...) {
     announce(operation, false);
@@ -256,7 +270,7 @@ bool Segment::wait_unless_peers_wait(const Operation& operation, const std::func
       if (now - checked < std::chrono::milliseconds(50)) continue;
       checked = now;
       check_peers(operation, arrived);
-      if (now - start > timeout_) refuse_to_wait(text(timeout_.count(), " ms"), operation, arrived);
+      if (now - start > timeout_) refuse_to_wait(operation, arrived);
     }
   } catch (...) {
     announce(operation, false);
@@ -276,6 +290,10 @@ std::string Segment::describe(Rank rank) const {
 }
 
 void Segment::check_peers(const Operation& operation, const std::function<bool(Rank)>& arrived) const {
+  const std::string where = text("rank ", rank_.value, " waited in ", named(operation));
+  for (int r = 0; r < ranks_; ++r)  // a disagreement concerns all, whoever this rank waits for
+    if (r != rank_.value && control_->ranks[r].presence.load(std::memory_order_acquire) == Presence::disagrees)
+      throw AgreementError(text("rank ", r, " stopped while ", where, ": ", control_->ranks[r].message));
   for (int r = 0; r < ranks_; ++r) {
     const Rank rank(r);
     if (rank == rank_ || arrived(rank)) continue;
@@ -284,7 +302,6 @@ void Segment::check_peers(const Operation& operation, const std::function<bool(R
     pollfd ended{processes_[static_cast<size_t>(r)].get(), POLLIN, 0};
     const bool dead = ended.fd < 0 || (poll(&ended, 1, 0) > 0 && (ended.revents & POLLIN) != 0);
     if ((presence == Presence::running && !dead) || arrived(rank)) continue;  // what it did before it ended counts
-    const std::string where = text("rank ", rank_.value, " waited in ", named(operation));
     if (presence == Presence::failed) throw PeerError(text("rank ", r, " failed while ", where, ": ", peer.message));
     if (presence == Presence::left)
       throw PeerError(
@@ -293,26 +310,39 @@ void Segment::check_peers(const Operation& operation, const std::function<bool(R
   }
 }
 
-bool Segment::all_wait() const {
-  for (int r = 0; r < ranks_; ++r)
-    if (control_->ranks[r].presence.load() == Presence::running &&
-        control_->ranks[r].waiting.load(std::memory_order_acquire) == 0)
-      return false;
-  return true;
+bool Segment::stands_still(Stillness& seen) const {
+  const auto now = std::chrono::steady_clock::now();
+  const uint32_t pulse = control_->pulse.load();
+  bool still = pulse == seen.pulse, looked = true;
+  for (int r = 0; r < ranks_; ++r) {
+    const auto& peer = control_->ranks[r];
+    if (peer.presence.load() != Presence::running) continue;
+    still &= peer.waiting.load(std::memory_order_acquire) != 0;
+    // A rank that was stopped or not scheduled may wait for what has long come: only looking again, in vain, shows that it has not.
+    looked &= peer.looks.load(std::memory_order_acquire) - seen.looks[r] >= 2;
+  }
+  if (still) return looked && now - seen.since > kStandstill;
+  seen.since = now;
+  seen.pulse = pulse;
+  for (int r = 0; r < ranks_; ++r) seen.looks[r] = control_->ranks[r].looks.load(std::memory_order_acquire);
+  return false;
 }
 
-void Segment::refuse_to_wait(const std::string& how_long, const Operation& operation,
-                             const std::function<bool(Rank)>& arrived) const {
+void Segment::refuse_to_wait(const Operation& operation, const std::function<bool(Rank)>& arrived) const {
   std::string missing;
-  bool standstill = true;
-  for (int r = 0; r < ranks_; ++r) {
-    if (arrived(Rank(r))) continue;
-    missing += "; " + describe(Rank(r));
-    standstill &= control_->ranks[r].waiting.load() != 0;
-  }
-  throw PeerError(text("rank ", rank_.value, " waited ", how_long, " in ", named(operation), missing,
-                       standstill ? "; all ranks wait for each other: they must do the same things in the same order"
-                                  : "; raise TESSERA_TIMEOUT_MS if a rank may take longer"));
+  for (int r = 0; r < ranks_; ++r)
+    if (!arrived(Rank(r))) missing += "; " + describe(Rank(r));
+  throw PeerError(text("rank ", rank_.value, " waited ", timeout_.count(), " ms in ", named(operation), missing,
+                       "; raise TESSERA_TIMEOUT_MS if a rank may take longer"));
+}
+
+void Segment::disagree(const Operation& operation) {
+  std::string words = text("rank ", rank_.value, " waited in vain in ", named(operation));
+  for (int r = 0; r < ranks_; ++r)
+    if (r != rank_.value) words += "; " + describe(Rank(r));
+  words += "; all ranks wait for each other: they must do the same things in the same order";
+  end_as(Presence::disagrees, words);
+  throw AgreementError(words);
 }
 
 void Segment::leave() noexcept {
@@ -321,11 +351,13 @@ void Segment::leave() noexcept {
   pulse();
 }
 
-void Segment::fail(const std::string& message) noexcept {
+void Segment::fail(const std::string& message) noexcept { end_as(Presence::failed, message); }
+
+void Segment::end_as(Presence presence, const std::string& message) noexcept {
   auto& mine = control_->ranks[rank_.value];
   if (mine.presence.load() != Presence::running) return;
   copy_text(mine.message, sizeof mine.message, message);
-  mine.presence.store(Presence::failed, std::memory_order_release);
+  mine.presence.store(presence, std::memory_order_release);
   pulse();
 }
 

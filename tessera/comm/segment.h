@@ -21,6 +21,8 @@ struct Operation {
 };
 
 struct Control;
+struct Stillness;
+enum class Presence : uint32_t;
 class SharedBlock;
 
 /// Memory that the ranks of one host share, and the means to wait for each other. One sparse memfd, mapped whole at the same
@@ -50,7 +52,8 @@ class Segment {
   void pulse();
 
   /// Returns once `arrived(r)` holds for every rank r, and how long that took. Spins briefly, then sleeps. Throws PeerError
-  /// that names rank, process and operation if a missing rank died, failed or left, or did not arrive within the time-out.
+  /// that names rank, process and operation if a missing rank died, failed or left, or did not arrive within the time-out;
+  /// AgreementError on all ranks, naming what each waits for, if they wait for each other.
   template <class Arrived>
   std::chrono::nanoseconds wait(const Operation& operation, Arrived&& arrived) {
     if (all(arrived)) return {};
@@ -77,9 +80,10 @@ class Segment {
   std::chrono::nanoseconds wait_slowly(const Operation& operation, const std::function<bool(Rank)>& arrived);
   void sleep_until_pulse(const std::function<bool()>& done);
   void check_peers(const Operation& operation, const std::function<bool(Rank)>& arrived) const;
-  bool all_wait() const;
-  [[noreturn]] void refuse_to_wait(const std::string& how_long, const Operation& operation,
-                                   const std::function<bool(Rank)>& arrived) const;
+  bool stands_still(Stillness& seen) const;
+  [[noreturn]] void refuse_to_wait(const Operation& operation, const std::function<bool(Rank)>& arrived) const;
+  [[noreturn]] void disagree(const Operation& operation);
+  void end_as(Presence presence, const std::string& message) noexcept;
   std::string describe(Rank rank) const;
   void announce(const Operation& operation, bool waiting);
 

@@ -79,9 +79,11 @@ void compare(int rank, const std::string& first, const std::string& other) {
                           : text(kFields[field].first, " of ", mine[0]),
                rank, mine[field], its[field], kFields[field].second);
   }
-  if (ours.size() != theirs.size())
-    differ("the number of parameters", rank, std::to_string(ours.size() - 1), std::to_string(theirs.size() - 1),
-           "build the same model on all ranks");
+  if (ours.size() == theirs.size()) return;
+  const size_t common = std::min(ours.size(), theirs.size());
+  const std::string first_extra = split(ours.size() > common ? ours[common] : theirs[common], kField)[0];
+  differ(text("the number of parameters (", first_extra, " is not on all)"), rank, std::to_string(ours.size() - 1),
+         std::to_string(theirs.size() - 1), "build the same model on all ranks");
 }
 
 }  // namespace
