@@ -97,7 +97,12 @@ class Run {
     phases_.optimizer += milliseconds(end - computed);
     losses_.push_back(loss);
     step_ms_.push_back(milliseconds(end - start));
-    if (step == 0) first_step_ = sharded_->engine().traffic();
+    if (step + 1 == kSampledSteps && options_.steps > 2 * kSampledSteps) {  // what comes later is alike, and not slowed by the sampler
+      counted_from_ = sharded_->engine().traffic();
+      counted_steps_ = -1;  // this one does not count
+      phases_ = {};
+    }
+    ++counted_steps_;
     const Traffic after = sharded_->engine().traffic();
     const double exposed = milliseconds(after.gather_wait + after.reduce_wait - before.gather_wait - before.reduce_wait);
     if (log_) log_->write({{"step", step + 1}, {"loss", loss}, {"step_ms", step_ms_.back()}});
@@ -173,11 +178,9 @@ class Run {
   json rank_result() {
     const StateBytes bytes = sharded_->state_bytes(AdamW::kBytesPerElement);
     const Traffic end = sharded_->engine().traffic();
-    const auto steps = static_cast<double>(options_.steps);
-    // The first step of a run does not gather what it has just been given; the others are alike.
-    const double alike = std::max(1.0, steps - 1);
-    const Traffic start = options_.steps > 1 ? first_step_ : Traffic{};
-    const double gather_wait = milliseconds(end.gather_wait) / steps, reduce_wait = milliseconds(end.reduce_wait) / steps;
+    const auto steps = static_cast<double>(counted_steps_);
+    const double gather_wait = milliseconds(end.gather_wait - counted_from_.gather_wait) / steps;
+    const double reduce_wait = milliseconds(end.reduce_wait - counted_from_.reduce_wait) / steps;
     sampler_.stop();
     const auto whole = [](double value) { return std::llround(value); };
     return {{"bytes",
@@ -191,8 +194,8 @@ class Run {
             {"base_rss_bytes", sampler_.base_resident().value},
             {"base_pss_bytes", sampler_.base_proportional().value},
             {"moved_bytes_per_step",
-             {{"gather", whole(static_cast<double>((end.gathered - start.gathered).value) / alike)},
-              {"reduce", whole(static_cast<double>((end.reduced - start.reduced).value) / alike)}}},
+             {{"gather", whole(static_cast<double>((end.gathered - counted_from_.gathered).value) / steps)},
+              {"reduce", whole(static_cast<double>((end.reduced - counted_from_.reduced).value) / steps)}}},
             {"exposed_ms_per_step", gather_wait + reduce_wait},
             {"phases_ms",
              {{"forward", phases_.forward / steps},
@@ -282,7 +285,8 @@ class Run {
   std::vector<double> losses_, step_ms_;
   std::vector<std::pair<int64_t, double>> validations_;
   Phases phases_;
-  Traffic first_step_;
+  Traffic counted_from_;       // phases, waits and bytes are means over the steps after this
+  int64_t counted_steps_ = 0;
 };
 
 }  // namespace

@@ -137,6 +137,7 @@ class Unit {
   std::byte* working_at(int64_t element) const { return working_ + element * layout_.element_size(); }
   std::byte* master_at(int64_t element) const;
   void reduce_parameter(ParameterIndex p, const SumSources& from, double scale, GradientConsumer* consumer, int64_t step);
+  void consume_sum(ParameterIndex p, GradientConsumer& consumer, int64_t step);
   void prepare_sum(ParameterIndex p, bool accumulate);
   std::byte* reduced_at(ParameterIndex p,
                         int64_t element) const;  ///< where the reduced gradient of the parameter's element lies

@@ -78,7 +78,10 @@ void Unit::reduce(double scale, GradientConsumer* consumer, int64_t step) {
       sources.push_back(gradient + parameter.owned.begin * layout_.element_size());
       if (r != communicator_.rank().value) reduced_bytes += parameter.owned.size() * layout_.element_size();
     }
-    if (sources.empty()) continue;  // no rank used it: it has no gradient, which is not the same as zero
+    if (sources.empty()) {  // no rank used it: it has no gradient, which is not the same as zero
+      if (consumer != nullptr && parameter.shard.grad().defined()) consume_sum(p, *consumer, step);  // of earlier rounds
+      continue;
+    }
     parameter.has_gradient = true;
     reduce_parameter(p, {sources, element_of(working_type_)}, scale, consumer, step);
   }
@@ -94,21 +97,24 @@ void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double sca
   const bool accumulate = parameter.shard.grad().defined();
   if (!gradients_sharded()) prepare_sum(p, accumulate);
   const Interval owned = parameter.owned;
-  if (consumer != nullptr && !accumulate) {
-    // Ranks with a replicated optimizer need each other's sums too.
-    const bool leave_sum = all_reduced() && layout_.ranks() > 1;
+  // Ranks with a replicated optimizer need each other's sums too. All must use the same: where sums are rounded, the rounded one.
+  const bool leave_sum = all_reduced() && layout_.ranks() > 1;
+  if (consumer != nullptr && !accumulate && !(leave_sum && gradient_type_ != master_type_)) {
     if (!owned.empty()) parameter.squares = consumer->consume(piece_of(p, owned, from, scale, step, leave_sum)).squares;
     return;
   }
   if (!owned.empty())
     parameter.squares =
         sum_sources(from, scale, accumulate, reduced_at(p, owned.begin), element_of(gradient_type_), owned.size()).squares;
-  if (consumer != nullptr) {
-    const void* sum = reduced_at(p, owned.begin);
-    if (!owned.empty()) consumer->consume(piece_of(p, owned, {{&sum, 1}, element_of(gradient_type_)}, 1.0, step));
-  } else if (!all_reduced()) {
-    show_gradient(p);
-  }
+  if (consumer != nullptr) consume_sum(p, *consumer, step);
+  if (consumer == nullptr && !all_reduced()) show_gradient(p);
+}
+
+void Unit::consume_sum(ParameterIndex p, GradientConsumer& consumer, int64_t step) {
+  const Interval owned = parameters_[p].owned;
+  if (owned.empty()) return;
+  const void* sum = reduced_at(p, owned.begin);
+  consumer.consume(piece_of(p, owned, {{&sum, 1}, element_of(gradient_type_)}, 1.0, step));
 }
 
 void Unit::prepare_sum(ParameterIndex p, bool accumulate) {

@@ -9,10 +9,10 @@ using torch::Tensor;
 using torch::nn::Linear;
 using torch::nn::LinearOptions;
 
-/// x + gate · out(gelu(in(norm(x)))), with a gate of one element.
+/// x + gate · out(gelu(in(norm(x)))), with a gate of one element. The norm's large eps keeps rows that are nearly constant well-conditioned.
 struct BlockImpl : torch::nn::Module {
   BlockImpl(int64_t width, int64_t inner)
-      : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
+      : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width}).eps(0.1)))),
         in(register_module("in", Linear(width, inner))),
         out(register_module("out", Linear(LinearOptions(inner, width).bias(false)))),
         gate(register_parameter("gate", torch::full({}, 0.7))) {}
