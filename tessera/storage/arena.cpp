@@ -44,13 +44,15 @@ uint32_t granules_in(Bytes capacity, bool huge_pages) {
 }
 }  // namespace
 
-void Arena::FreeMemory::operator()(void* memory) const { std::free(memory); }
+void Arena::Unmap::operator()(void* memory) const { munmap(memory, bytes); }
 
 template <class T>
 Arena::Table<T> Arena::make_table(uint32_t size) {
-  auto* memory = static_cast<T*>(std::calloc(size, sizeof(T)));
-  if (memory == nullptr) throw std::bad_alloc();
-  return Table<T>(memory);
+  // Not calloc: once a process has freed such a table, malloc takes the next from its heap, and calloc writes all of it.
+  const size_t bytes = size * sizeof(T);
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return Table<T>(static_cast<T*>(memory), Unmap{bytes});
 }
 
 Arena::Arena(std::byte* base, Bytes capacity, const ArenaOptions& options, std::shared_ptr<const void> mapping)

@@ -80,11 +80,12 @@ class Arena {
 
  private:
   friend class ArenaForkHandlers;
-  struct FreeMemory {
+  struct Unmap {
+    size_t bytes = 0;
     void operator()(void* memory) const;
   };
   template <class T>
-  using Table = std::unique_ptr<T[], FreeMemory>;  // zero, and not touched before use
+  using Table = std::unique_ptr<T[], Unmap>;  // zero, and not touched before use
   template <class T>
   static Table<T> make_table(uint32_t size);
 

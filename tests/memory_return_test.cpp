@@ -1,0 +1,49 @@
+// Memory is given back when a phase ends: the peak of a second, smaller model in the same process is its own.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <fstream>
+
+#include "tessera/storage/memory.h"
+#include "tests/support/on_ranks.h"
+#include "tests/support/sharded_helpers.h"
+
+namespace tessera::test {
+namespace {
+
+constexpr int64_t kMebi = int64_t{1} << 20;
+
+void train_some(const World& world, const Placements& placements, int64_t width, int layers) {
+  torch::nn::Sequential model;
+  for (int i = 0; i < layers; ++i) model->push_back(torch::nn::Linear(width, width));
+  auto sharded = fully_shard(model, Mesh(world), {.placements = placements, .units = units_of<torch::nn::LinearImpl>()});
+  AdamW optimizer(sharded, {.lr = 1e-3});
+  for (int step = 0; step < 3; ++step) {
+    model->forward(torch::ones({64, width})).pow(2).mean().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+}
+
+void forget_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
+
+TEST(MemoryReturn, ASecondSmallerModelHasItsOwnPeak) {
+  for_every_placement(
+      [](const World& world, const Placements& placements) {
+        torch::manual_seed(0);
+        train_some(world, placements, 64, 2);  // whatever libtorch keeps from its first use
+        const Bytes base = memory_use().resident;
+        train_some(world, placements, 1536, 8);  // 18.9 M parameters, 72 MiB each of weights, gradients and moments
+        const Bytes large = peak_resident() - base;
+        EXPECT_GT(large.value, 60 * kMebi);
+        const Bytes after = memory_use().resident - base;
+        EXPECT_LT(after.value, 24 * kMebi);
+        forget_peak();
+        train_some(world, placements, 256, 8);
+        EXPECT_LT((peak_resident() - base).value, 64 * kMebi);
+      },
+      {2});
+}
+
+}  // namespace
+}  // namespace tessera::test
