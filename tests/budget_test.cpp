@@ -284,10 +284,10 @@ TEST(Budget, AModelsMemoryIsGivenBack) {
       const int64_t base = proportional(), during = train(large);
       between->barrier("destroyed");
       const int64_t after = proportional(), small_again = train(small);
-      const int64_t state = large.parameters() * 16 / (placements == zero3() ? 2 : 1);
-      EXPECT_GT(during - base, state * 3 / 4);
-      EXPECT_LT(after - base, state / 5) << base << " " << during << " " << after;
-      EXPECT_LT(small_again - base, state / 4) << base << " " << during << " " << small_again;
+      constexpr int64_t kLittle = 12 << 20;  // the heap's and libtorch's own
+      EXPECT_GT(during - base, large.parameters() * 16 * 3 / 4 / (placements == zero3() ? 2 : 1));
+      EXPECT_LT(after - base, kLittle);
+      EXPECT_LT(small_again - base, kLittle);
     });
   }
 }

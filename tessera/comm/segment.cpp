@@ -236,8 +236,9 @@ std::chrono::nanoseconds Segment::wait_slowly(const Operation& operation, const 
       if (now - start > timeout_) refuse_to_wait(operation, arrived);
       if (stands_still(stillness)) disagree(operation);
     }
-  } catch (...) {
+  } catch (const std::exception& error) {
     announce(operation, false);
+    fail(error.what());  // ranks that wait for this one must hear the cause, not only that it has ended
     throw;
   }
   announce(operation, false);
@@ -272,8 +273,9 @@ bool Segment::wait_unless_peers_wait(const Operation& operation, const std::func
       check_peers(operation, arrived);
       if (now - start > timeout_) refuse_to_wait(operation, arrived);
     }
-  } catch (...) {
+  } catch (const std::exception& error) {
     announce(operation, false);
+    fail(error.what());  // ranks that wait for this one must hear the cause, not only that it has ended
     throw;
   }
   announce(operation, false);

@@ -33,7 +33,6 @@ ArenaLease::ArenaLease(std::shared_ptr<SharedMemory> communicator) : communicato
 ArenaLease::~ArenaLease() {
   if (CachingAllocator::instance().arena() == arena_) CachingAllocator::instance().detach();
   arena_->trim();
-  give_back_unused_memory();
 }
 
 }  // namespace tessera

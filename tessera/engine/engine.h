@@ -121,7 +121,8 @@ class Engine final : public AccessHandler {
   std::vector<uint32_t> to_return_;  // reduced here, perhaps still read by peers
   int64_t step_ = 1;
   int64_t skipped_ = 0;
-  int32_t rounds_ = 0;  // backwards since the last step whose gradients were handed over
+  int32_t rounds_ = 0;     // times that gradients were handed over since the last step
+  int32_t backwards_ = 0;  // that brought gradients since the last step
   int accumulating_ = 0;
   bool training_pass_ = false;      // the present pass records gradients, so its steps belong to the schedule
   bool arrivals_ = false;           // some gradient came in this backward

@@ -16,13 +16,13 @@ using Clock = std::chrono::steady_clock;
 
 void Engine::on_gradient(uint32_t index, ParameterIndex p) {
   if (phase_ != Phase::backward) enter_backward();
+  arrivals_ = true;
   if (keeps_local_gradients()) return;  // autograd goes on adding to it
   Unit& unit = *units_[index];
   if (unit.complete)
     throw GuardError(text("a second gradient of parameter '", unit.parameters()[p].name,
                           "' came in one backward, after the first was handed over (step ", step_,
                           "); backward must reach each parameter once"));
-  arrivals_ = true;
   unit.take_gradient(p);
   const bool early = !updates_in_backward() || !unit.touched_after_complete;
   if (unit.arrivals == unit.expected && early && gradients_sharded()) post(index);
@@ -95,6 +95,7 @@ void Engine::reduce(uint32_t index) {
 
 void Engine::end_backward() {
   if (phase_ != Phase::backward) return;
+  if (arrivals_) ++backwards_;
   if (keeps_local_gradients()) {
     local_pending_ = true;
     phase_ = Phase::idle;

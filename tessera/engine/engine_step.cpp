@@ -2,6 +2,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -20,7 +21,7 @@ constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
 // What each rank says at a step; travels as bytes between processes of one build.
 struct StepFacts {
   int64_t step;
-  int32_t rounds;
+  int32_t backwards;
   uint32_t bad_unit, bad_parameter;  // first with a gradient that is not finite, or kNone
 };
 
@@ -36,24 +37,25 @@ T unpacked(const std::string& bytes) {
   return value;
 }
 
-StepFacts facts_of(const std::vector<std::unique_ptr<Unit>>& units, int64_t step, int32_t rounds) {
+StepFacts facts_of(const std::vector<std::unique_ptr<Unit>>& units, int64_t step, int32_t backwards) {
   for (uint32_t u = 0; u < units.size(); ++u)
     for (uint32_t p = 0; p < units[u]->parameters().size(); ++p)
-      if (!std::isfinite(units[u]->parameters()[p].squares)) return {step, rounds, u, p};
-  return {step, rounds, kNone, kNone};
+      if (!std::isfinite(units[u]->parameters()[p].squares)) return {step, backwards, u, p};
+  return {step, backwards, kNone, kNone};
 }
 
 }  // namespace
 
 bool Engine::agree_on_step() {
-  const auto answers = communicator_->all_gather(text("optimizer step ", step_), packed(facts_of(units_, step_, rounds_)));
-  StepFacts first_bad{step_, rounds_, kNone, kNone};
+  const int32_t backwards = std::max(1, backwards_);  // a rank without any takes part with nothing
+  const auto answers = communicator_->all_gather(text("optimizer step ", step_), packed(facts_of(units_, step_, backwards)));
+  StepFacts first_bad{step_, backwards, kNone, kNone};
   int bad_rank = 0;
   for (int r = 0; r < communicator_->size(); ++r) {
     const auto facts = unpacked<StepFacts>(answers[static_cast<size_t>(r)]);
-    if (facts.rounds != rounds_)
-      throw AgreementError(text("step ", step_, ": rank ", r, " handed over the gradients of ", facts.rounds,
-                                " backwards, rank ", communicator_->rank().value, " of ", rounds_,
+    if (facts.backwards != backwards)
+      throw AgreementError(text("step ", step_, ": rank ", r, " handed over the gradients of ", facts.backwards,
+                                " backwards, rank ", communicator_->rank().value, " of ", backwards,
                                 "; all ranks must run the same number of backwards a step"));
     if (facts.bad_unit < first_bad.bad_unit ||
         (facts.bad_unit == first_bad.bad_unit && facts.bad_parameter < first_bad.bad_parameter)) {
@@ -130,6 +132,7 @@ void Engine::finish_step(bool applied) {
   if (const auto arena = CachingAllocator::instance().arena()) arena->age();
   ++step_;
   rounds_ = 0;
+  backwards_ = 0;
   clip_ = 1.0;
   unconsumed_ = false;
   phase_ = Phase::idle;
@@ -146,6 +149,7 @@ void Engine::zero_grad() {
   local_pending_ = false;
   unconsumed_ = false;
   rounds_ = 0;
+  backwards_ = 0;
   for (const auto& unit : units_) {
     for (auto& parameter : unit->parameters()) {
       parameter.shard.mutable_grad() = at::Tensor();

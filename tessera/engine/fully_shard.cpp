@@ -115,7 +115,6 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
   auto engine =
       std::make_shared<Engine>(communicator, options.placements, options.precision, options.non_finite, std::move(units));
   arena->arena().trim();
-  give_back_unused_memory();  // where the plain parameters were
   return {std::move(engine), std::move(arena)};
 }
 

@@ -1,7 +1,5 @@
 #include "tessera/storage/memory.h"
 
-#include <malloc.h>
-
 #include <algorithm>
 #include <fstream>
 #include <limits>
@@ -51,12 +49,6 @@ void require_memory(Bytes wanted, const std::string& what) {
   if (wanted > available)
     throw SystemError(text(what, " needs ", wanted.value, " bytes of memory on this host, but only ", available.value,
                            " are available; use fewer ranks, a smaller model, or a placement that shards more"));
-}
-
-void give_back_unused_memory() {
-#if defined(__GLIBC__)
-  malloc_trim(0);
-#endif
 }
 
 MemoryUse memory_use() {

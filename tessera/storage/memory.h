@@ -12,9 +12,6 @@ Bytes available_memory();
 /// Throws SystemError with both numbers if `wanted` is more than available_memory(). `what` says for what.
 void require_memory(Bytes wanted, const std::string& what);
 
-/// Gives memory that malloc keeps for later back to the system. Milliseconds.
-void give_back_unused_memory();
-
 /// Resident and proportional set size of this process, and its peak resident size. Proportional: shared pages are divided by
 /// their users.
 struct MemoryUse {

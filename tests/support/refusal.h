@@ -9,6 +9,16 @@
 
 namespace tessera::test {
 
+inline std::string words_of(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "what is no std::exception";
+  }
+}
+
 /// what() of the `Wanted` that `action` throws. Fails the test, and returns "" or the other error's words, if it throws
 /// nothing or another.
 template <class Wanted, class Action>
@@ -17,9 +27,10 @@ std::string refusal(Action&& action) {
     action();
   } catch (const Wanted& error) {
     return error.what();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "an error of another type: " << error.what();
-    return error.what();
+  } catch (...) {
+    const std::string words = words_of(std::current_exception());
+    ADD_FAILURE() << "an error of another type: " << words;
+    return words;
   }
   ADD_FAILURE() << "no error";
   return "";
