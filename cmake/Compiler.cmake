@@ -20,6 +20,7 @@ target_include_directories(tessera_options INTERFACE "${PROJECT_SOURCE_DIR}")
 if(TESSERA_SANITIZE)
   # vptr would have to see the type information of libtorch's classes, which is not built for it.
   add_compile_options(-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined)
+  add_compile_options($<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)  # g++ warns of what its own instrumentation hides
   add_link_options(-fsanitize=address,undefined)
   add_library(tessera_sanitizer_defaults OBJECT "${PROJECT_SOURCE_DIR}/cmake/sanitizer_defaults.cpp")
 endif()

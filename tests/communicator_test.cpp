@@ -247,7 +247,7 @@ TEST(CommunicatorFaults, AStoppedPeerIsNamedAfterTheTimeOut) {
     if (world.rank.value == 1) {
       raise(SIGSTOP);
       communicator->barrier("checkpoint");  // rank 0 did enter this one
-      expect_words(refusal<PeerError>([&] { communicator->barrier("next"); }), {"rank 0 failed", "gave up"});
+      expect_words(refusal<PeerError>([&] { communicator->barrier("next"); }), {"rank 0 failed", "600 ms", "stopped by a signal"});
       return;
     }
     const auto start = Clock::now();
@@ -256,7 +256,6 @@ TEST(CommunicatorFaults, AStoppedPeerIsNamedAfterTheTimeOut) {
     EXPECT_LT(since(start), 1.6);
     expect_words(words,
                  {"rank 1", "process " + processes[1], "stopped by a signal", "600 ms", "checkpoint", "TESSERA_TIMEOUT_MS"});
-    communicator->fail("gave up: " + words);
     kill(std::stoi(processes[1]), SIGCONT);
   });
 }

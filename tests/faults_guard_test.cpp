@@ -68,6 +68,21 @@ TEST(Guard, OperatorsOnAParameterAreRight) {
   });
 }
 
+TEST(Guard, WritesToShardsReachTheParameters) {
+  for (const auto type : {torch::kFloat, torch::kBFloat16})
+    for_every_placement([&](const World& world, const Placements& placements) {
+      Stack net, plain;
+      plain->to(type);
+      auto options = stack_options(placements);
+      options.precision.working = type;
+      auto sharded = fully_shard(net, Mesh(world), options);
+      const torch::NoGradGuard no_grad;
+      for (auto& shard : sharded.parameters()) shard.mul_(2);
+      const auto wanted = plain->named_parameters();
+      for (const auto& [name, value] : sharded.full_parameters()) EXPECT_TRUE(torch::equal(value, wanted[name] * 2)) << name;
+    });
+}
+
 TEST(Guard, ParametersOfADestroyedModelAreGuarded) {
   on_ranks(2, [](World world) {
     Stack net;

@@ -237,8 +237,7 @@ std::chrono::nanoseconds Segment::wait_slowly(const Operation& operation, const 
       if (stands_still(stillness)) disagree(operation);
     }
   } catch (const std::exception& error) {
-    announce(operation, false);
-    fail(error.what());  // ranks that wait for this one must hear the cause, not only that it has ended
+    fail(error.what());  // ranks that wait for this one must hear the cause; what it waited for stays announced
     throw;
   }
   announce(operation, false);
@@ -274,8 +273,7 @@ bool Segment::wait_unless_peers_wait(const Operation& operation, const std::func
       if (now - start > timeout_) refuse_to_wait(operation, arrived);
     }
   } catch (const std::exception& error) {
-    announce(operation, false);
-    fail(error.what());  // ranks that wait for this one must hear the cause, not only that it has ended
+    fail(error.what());  // ranks that wait for this one must hear the cause; what it waited for stays announced
     throw;
   }
   announce(operation, false);
