@@ -159,7 +159,7 @@ TEST_P(ParityLlama, Bf16WorkingParametersAreCloseToFp32AndTheSameOnAllRanks) {
     for (const bool fused : {false, true}) {
       SCOPED_TRACE(text(name_of(placements), fused ? ", fused" : "", " on ", ranks, " ranks"));
       const Outcome run = sharded(ranks, {placements, fused, kBf16});
-      for (int step = 0; step < kSteps; ++step) EXPECT_NEAR(run.loss(step), floats.loss(step), 0.05) << "step " << step + 1;
+      for (int step = 0; step < kSteps; ++step) EXPECT_NEAR(run.loss(step), floats.loss(step), 0.02) << "step " << step + 1;
       for (int rank = 1; rank < ranks; ++rank) EXPECT_TRUE(run.same_bits(rank, run)) << "rank " << rank << " has other parameters than rank 0";
       // A fused update takes the sums before they are rounded to bf16, so it need not have these bits.
       EXPECT_TRUE(fused || run.same_bits(0, first));
@@ -172,7 +172,7 @@ TEST_P(ParityLlama, Bf16WithFp32GradientsIsCloseToFp32) {
   const Outcome floats = sharded(ranks, {zero3()});
   for (const auto& placements : {zero2(), zero3()}) {
     const Outcome run = sharded(ranks, {placements, false, {.working = torch::kBFloat16, .gradient = torch::kFloat}});
-    for (int step = 0; step < kSteps; ++step) EXPECT_NEAR(run.loss(step), floats.loss(step), 0.05) << name_of(placements) << ", step " << step + 1;
+    for (int step = 0; step < kSteps; ++step) EXPECT_NEAR(run.loss(step), floats.loss(step), 0.02) << name_of(placements) << ", step " << step + 1;
     for (int rank = 1; rank < ranks; ++rank) EXPECT_TRUE(run.same_bits(rank, run)) << "rank " << rank;
   }
 }

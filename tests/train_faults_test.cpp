@@ -87,7 +87,7 @@ TEST(TrainFaults, VocabularyLargerThanTheTextSupports) {
   std::ofstream text(folder.file("small.txt"));
   for (int i = 0; i < 300; ++i) text << "to be or not to be " << i % 7 << "\n";
   text.close();
-  expect_refusal(train({"--data", folder.file("small.txt"), "--ranks", "2", "--vocab", "8000"}), {"8000"}, 1);
+  expect_refusal(train({"--data", folder.file("small.txt"), "--ranks", "2", "--vocab", "8000"}), {"8000", "293"}, 2);
 }
 
 TEST(TrainFaults, HeadsThatDoNotDivideTheWidth) {
