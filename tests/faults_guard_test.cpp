@@ -20,14 +20,17 @@ using torch::Tensor;
 
 World alone() { return {.run = "alone"}; }
 
-// ---- reading where nothing is -----------------------------------------------------------------------------------------------
+// ---- reading where nothing is
+// -----------------------------------------------------------------------------------------------
 
 TEST(Guard, ReadingAShardedParametersMemoryIsAnError) {
   for_every_placement([](const World& world, const Placements& placements) {
     Stack net;
     auto sharded = fully_shard(net, Mesh(world), stack_options(placements));
     const Tensor weight = net->layers[1]->weight;
-    const auto expect_guarded = [&](auto&& read) { expect_words(refusal<c10::Error>(read), {"unit 'b1'", "Sharded::full_parameters()"}); };
+    const auto expect_guarded = [&](auto&& read) {
+      expect_words(refusal<c10::Error>(read), {"unit 'b1'", "Sharded::full_parameters()"});
+    };
     const auto read_all = [&] {
       expect_guarded([&] { weight.data_ptr<float>(); });
       expect_guarded([&] { weight.mutable_data_ptr(); });
@@ -87,9 +90,13 @@ TEST(Guard, ParametersOfADestroyedModelAreGuarded) {
   on_ranks(2, [](World world) {
     Stack net;
     { const auto sharded = fully_shard(net, Mesh(world), stack_options(zero3())); }
-    for (const auto& use : std::vector<std::function<void()>>{[&] { net->forward(torch::ones({1, 8})); }, [&] { net->layers[0]->weight.data_ptr<float>(); }})
+    for (const auto& use : std::vector<std::function<void()>>{[&] {
+                                                                net->forward(torch::ones({1, 8}));
+                                                              },
+                                                              [&] { net->layers[0]->weight.data_ptr<float>(); }})
       expect_words(refusal<c10::Error>(use), {"unit 'b0'", "the sharded model that owned them is gone"});
-    expect_words(refusal<ConfigError>([&] { fully_shard(net, Mesh(world), stack_options(zero3())); }), {"'b0.weight'", "sharded already"});
+    expect_words(refusal<ConfigError>([&] { fully_shard(net, Mesh(world), stack_options(zero3())); }),
+                 {"'b0.weight'", "sharded already"});
   });
 }
 
@@ -101,11 +108,13 @@ TEST(Guard, ShardsOutliveTheModelGuarded) {
       shards = fully_shard(net, Mesh(world), stack_options(zero3())).parameters();
     }
     for (const auto& shard : shards)
-      if (shard.numel() > 0) expect_words(refusal<c10::Error>([&] { shard.sum(); }), {"the shard of parameter 'b", "is gone"});
+      if (shard.numel() > 0)
+        expect_words(refusal<c10::Error>([&] { shard.sum(); }), {"the shard of parameter 'b", "is gone"});
   });
 }
 
-// ---- models that can't be sharded ---------------------------------------------------------------------------------------------
+// ---- models that can't be sharded
+// ---------------------------------------------------------------------------------------------
 
 TEST(Guard, ShardingTwice) {
   on_ranks(2, [](World world) {
@@ -119,7 +128,8 @@ TEST(Guard, ShardingTwice) {
 /// A module with the parameters that a test gives it.
 struct Holder : torch::nn::Module {
   explicit Holder(const std::vector<std::pair<std::string, Tensor>>& parameters) : torch::nn::Module("Holder") {
-    for (const auto& [name, value] : parameters) register_parameter(name, value, value.is_floating_point() || value.is_complex());
+    for (const auto& [name, value] : parameters)
+      register_parameter(name, value, value.is_floating_point() || value.is_complex());
   }
 };
 
@@ -132,7 +142,8 @@ TEST(Guard, ModelsThatCannotBeSharded) {
   on_ranks(1, [](World) {
     expect_words(refused({}), {"Holder", "no parameters"});
     const auto shared = torch::zeros({6});
-    expect_words(refused({{"first", shared}, {"second", shared.detach().view({2, 3})}}), {"'first'", "'second'", "the same memory", "tie"});
+    expect_words(refused({{"first", shared}, {"second", shared.detach().view({2, 3})}}),
+                 {"'first'", "'second'", "the same memory", "tie"});
     expect_words(refused({{"wave", torch::zeros({3}, torch::kComplexFloat)}}), {"'wave'", "complex"});
     expect_words(refused({{"spread", torch::zeros({3, 3}).to_sparse()}}), {"'spread'", "not dense"});
     expect_words(refused({{"nowhere", torch::empty({3}, torch::kMeta)}}), {"'nowhere'", "meta"});
@@ -143,16 +154,23 @@ TEST(Guard, APolicyThatMatchesNothing) {
   on_ranks(1, [](World) {
     Stack net;
     ShardOptions options{.units = units_of<torch::nn::Conv2dImpl>()};
-    expect_words(refusal<ConfigError>([&] { fully_shard(net, Mesh(alone()), options); }), {"policy matches no module", "Stack"});
+    expect_words(refusal<ConfigError>([&] { fully_shard(net, Mesh(alone()), options); }),
+                 {"policy matches no module", "Stack"});
   });
 }
 
 TEST(Guard, PlacementsAndTypesThatCannotBe) {
   on_ranks(1, [](World) {
     Stack net;
-    expect_words(refusal<ConfigError>([&] { fully_shard(net, Mesh(alone()), {.placements = {.parameter = Placement::sharded}}); }), {"parameter=sharded"});
+    expect_words(
+        refusal<ConfigError>([&] { fully_shard(net, Mesh(alone()), {.placements = {.parameter = Placement::sharded}}); }),
+        {"parameter=sharded"});
     for (const auto& placements : {ddp(), zero1()})
-      expect_words(refusal<ConfigError>([&] { fully_shard(net, Mesh(alone()), {.placements = placements, .precision = {.working = torch::kBFloat16, .gradient = torch::kFloat}}); }),
+      expect_words(refusal<ConfigError>([&] {
+                     fully_shard(
+                         net, Mesh(alone()),
+                         {.placements = placements, .precision = {.working = torch::kBFloat16, .gradient = torch::kFloat}});
+                   }),
                    {"replicated gradients", "BFloat16", "Float", "zero2"});
     // Nothing of it has touched the model.
     EXPECT_NO_THROW(net->layers[0]->weight.data_ptr<float>());
@@ -163,11 +181,13 @@ TEST(Guard, AModelWithAParameterThatIsNoFloatIsRight) {
   on_ranks(2, [](World world) {
     Holder module({{"table", torch::arange(9)}, {"weight", torch::ones({9})}});
     const auto sharded = fully_shard(module, Mesh(world));
-    for (const auto& [name, value] : sharded.full_parameters()) EXPECT_TRUE(torch::equal(value, name == "table" ? torch::arange(9) : torch::ones({9}))) << name;
+    for (const auto& [name, value] : sharded.full_parameters())
+      EXPECT_TRUE(torch::equal(value, name == "table" ? torch::arange(9) : torch::ones({9}))) << name;
   });
 }
 
-// ---- optimizers -------------------------------------------------------------------------------------------------------------
+// ---- optimizers
+// -------------------------------------------------------------------------------------------------------------
 
 TEST(Guard, WhatAFusedOptimizerCannotDo) {
   for_every_placement(
@@ -178,7 +198,9 @@ TEST(Guard, WhatAFusedOptimizerCannotDo) {
         stack_loss(net, world.rank.value).backward();
         expect_words(refusal<ConfigError>([&] { sharded.clip_grad_norm(1.0); }), {"norm", "fused_reduction"});
         expect_words(refusal<ConfigError>([&] { sharded.grad_norm(); }), {"norm", "fused_reduction"});
-        if (placements.gradient == Placement::sharded) expect_words(refusal<ConfigError>([&] { sharded.full_gradients(); }), {"gradients are not kept", "fused_reduction"});
+        if (placements.gradient == Placement::sharded)
+          expect_words(refusal<ConfigError>([&] { sharded.full_gradients(); }),
+                       {"gradients are not kept", "fused_reduction"});
         optimizer.step();
       },
       {1, 2});
@@ -216,7 +238,8 @@ TEST(Guard, AStepInsideBackward) {
     Stack net;
     auto sharded = fully_shard(net, Mesh(world), stack_options(zero3()));
     AdamW optimizer(sharded, {});
-    expect_words(refusal<GuardError>([&] { stack_loss(net, world.rank.value, {}, [&] { optimizer.step(); }).backward(); }), {"inside backward"});
+    expect_words(refusal<GuardError>([&] { stack_loss(net, world.rank.value, {}, [&] { optimizer.step(); }).backward(); }),
+                 {"inside backward"});
   });
 }
 
@@ -230,7 +253,8 @@ TEST(Guard, GradientsThatNoOptimizerUsed) {
           const torch::NoGradGuard no_grad;
           EXPECT_NO_THROW(stack_loss(net, world.rank.value));  // evaluation may come between
         }
-        expect_words(refusal<GuardError>([&] { stack_loss(net, world.rank.value); }), {"step 1", "no optimizer used them", "accumulating()", "NoGradGuard"});
+        expect_words(refusal<GuardError>([&] { stack_loss(net, world.rank.value); }),
+                     {"step 1", "no optimizer used them", "accumulating()", "NoGradGuard"});
         sharded.zero_grad();
         EXPECT_NO_THROW(stack_loss(net, world.rank.value).backward());
       },

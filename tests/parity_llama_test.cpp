@@ -1,4 +1,5 @@
-// Fifty steps of a small Llama: every placement on every number of ranks against the unsharded run, and bit by bit against each other.
+// Fifty steps of a small Llama: every placement on every number of ranks against the unsharded run, and bit by bit against
+// each other.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -41,7 +42,10 @@ const models::SyntheticData& data() {
 
 /// What a run leaves for the process that started its ranks: each rank's losses and parameters, in memory that all share.
 struct Outcome {
-  explicit Outcome(int ranks) : ranks(ranks), losses(static_cast<size_t>(kSteps * ranks)), parameters(static_cast<size_t>(ranks * kModel.parameters())) {}
+  explicit Outcome(int ranks)
+      : ranks(ranks),
+        losses(static_cast<size_t>(kSteps * ranks)),
+        parameters(static_cast<size_t>(ranks * kModel.parameters())) {}
 
   void keep(int rank, const std::vector<double>& rank_losses, const std::vector<Tensor>& values) {
     std::copy(rank_losses.begin(), rank_losses.end(), losses.data() + rank * kSteps);
@@ -72,7 +76,8 @@ Outcome unsharded(int ranks) {
   Outcome outcome(1);
   on_ranks(1, [&](World) {
     Llama model = new_model();
-    torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(kAdamW.lr).weight_decay(kAdamW.weight_decay));
+    torch::optim::AdamW optimizer(model->parameters(),
+                                  torch::optim::AdamWOptions(kAdamW.lr).weight_decay(kAdamW.weight_decay));
     std::vector<double> losses;
     for (int step = 0; step < kSteps; ++step) {
       double mean = 0;
@@ -104,7 +109,9 @@ Outcome sharded(int ranks, const Variant& variant) {
     Llama model = new_model();
     std::vector<std::string> order;
     for (const auto& item : model->named_parameters()) order.push_back(item.key());
-    auto sharded = fully_shard(model, Mesh(world), {.placements = variant.placements, .units = units_of<models::LlamaBlockImpl>(), .precision = variant.precision});
+    auto sharded = fully_shard(
+        model, Mesh(world),
+        {.placements = variant.placements, .units = units_of<models::LlamaBlockImpl>(), .precision = variant.precision});
     auto options = kAdamW;
     options.fused_reduction = variant.fused;
     AdamW optimizer(sharded, options);
@@ -126,7 +133,8 @@ Outcome sharded(int ranks, const Variant& variant) {
 }
 
 void expect_equal_to_unsharded(const Outcome& run, const Outcome& plain) {
-  for (int step = 0; step < kSteps; ++step) EXPECT_NEAR(run.loss(step), plain.loss(step), 1e-6 * plain.loss(step)) << "step " << step + 1;
+  for (int step = 0; step < kSteps; ++step)
+    EXPECT_NEAR(run.loss(step), plain.loss(step), 1e-6 * plain.loss(step)) << "step " << step + 1;
   float largest = 0, difference = 0;
   for (int64_t i = 0; i < kModel.parameters(); ++i) {
     largest = std::max(largest, std::abs(plain.of(0)[i]));
@@ -160,7 +168,8 @@ TEST_P(ParityLlama, Bf16WorkingParametersAreCloseToFp32AndTheSameOnAllRanks) {
       SCOPED_TRACE(text(name_of(placements), fused ? ", fused" : "", " on ", ranks, " ranks"));
       const Outcome run = sharded(ranks, {placements, fused, kBf16});
       for (int step = 0; step < kSteps; ++step) EXPECT_NEAR(run.loss(step), floats.loss(step), 0.02) << "step " << step + 1;
-      for (int rank = 1; rank < ranks; ++rank) EXPECT_TRUE(run.same_bits(rank, run)) << "rank " << rank << " has other parameters than rank 0";
+      for (int rank = 1; rank < ranks; ++rank)
+        EXPECT_TRUE(run.same_bits(rank, run)) << "rank " << rank << " has other parameters than rank 0";
       // A fused update takes the sums before they are rounded to bf16, so it need not have these bits.
       EXPECT_TRUE(fused || run.same_bits(0, first));
       if (HasFailure()) return;
@@ -172,7 +181,8 @@ TEST_P(ParityLlama, Bf16WithFp32GradientsIsCloseToFp32) {
   const Outcome floats = sharded(ranks, {zero3()});
   for (const auto& placements : {zero2(), zero3()}) {
     const Outcome run = sharded(ranks, {placements, false, {.working = torch::kBFloat16, .gradient = torch::kFloat}});
-    for (int step = 0; step < kSteps; ++step) EXPECT_NEAR(run.loss(step), floats.loss(step), 0.02) << name_of(placements) << ", step " << step + 1;
+    for (int step = 0; step < kSteps; ++step)
+      EXPECT_NEAR(run.loss(step), floats.loss(step), 0.02) << name_of(placements) << ", step " << step + 1;
     for (int rank = 1; rank < ranks; ++rank) EXPECT_TRUE(run.same_bits(rank, run)) << "rank " << rank;
   }
 }

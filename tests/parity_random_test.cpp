@@ -1,5 +1,5 @@
-// Random small models, sharded at random, against the unsharded run. TESSERA_TEST_SEED repeats the draw of that seed, TESSERA_TEST_DRAWS says
-// how many follow it.
+// Random small models, sharded at random, against the unsharded run. TESSERA_TEST_SEED repeats the draw of that seed,
+// TESSERA_TEST_DRAWS says how many follow it.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -29,7 +29,8 @@ using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
 constexpr int kSteps = 3;
 
 enum class Updates { adamw, fused_adamw, torch_adamw, torch_adam, torch_sgd };
-constexpr const char* kUpdates[] = {"AdamW", "fused AdamW", "torch AdamW on shards", "torch Adam on shards", "torch SGD with momentum on shards"};
+constexpr const char* kUpdates[] = {"AdamW", "fused AdamW", "torch AdamW on shards", "torch Adam on shards",
+                                    "torch SGD with momentum on shards"};
 
 /// All that is drawn of a run.
 struct Draw {
@@ -39,7 +40,9 @@ struct Draw {
   bool fused() const { return updates == Updates::fused_adamw; }
 
   /// Seed of what `rank` reads in a micro-batch, and which optional stages it leaves out there.
-  uint64_t data(int step, int micro, int rank) const { return seed * 1000 + static_cast<uint64_t>((step * micros + micro) * ranks + rank); }
+  uint64_t data(int step, int micro, int rank) const {
+    return seed * 1000 + static_cast<uint64_t>((step * micros + micro) * ranks + rank);
+  }
   uint64_t without(int step, int micro, int rank) const;
 
   uint64_t seed;
@@ -47,11 +50,11 @@ struct Draw {
   Placements placements;
   Updates updates;
   RandomNetOptions net;
-  double unit_share;         ///< of modules that are units
+  double unit_share;  ///< of modules that are units
   std::optional<double> clip;
-  bool hold_all;             ///< hold accumulating() over the last micro-batch, too
-  bool evaluate;             ///< a pass without gradients after each step
-  bool broadcast;            ///< only rank 0 has the right initial values
+  bool hold_all;   ///< hold accumulating() over the last micro-batch, too
+  bool evaluate;   ///< a pass without gradients after each step
+  bool broadcast;  ///< only rank 0 has the right initial values
 };
 
 Draw::Draw(uint64_t drawn) : seed(drawn) {
@@ -66,10 +69,12 @@ Draw::Draw(uint64_t drawn) : seed(drawn) {
   unit_share = draw(0, 4) / 4.0;
   if (draw(0, 1) == 0 && !fused()) clip = draw(0, 1) == 0 ? 0.1 : 100.0;
   hold_all = micros > 1 && draw(0, 3) == 0;
+  drop = draw(0, 4) == 0 && !fused();
   evaluate = draw(0, 2) == 0;
   broadcast = draw(0, 4) == 0;
   net.optional = draw(0, 1) == 0;
-  // An optimizer that updates in backward may refuse a frozen parameter that is used after its unit's gradients have come in an unusual order.
+  // An optimizer that updates in backward may refuse a frozen parameter that is used after its unit's gradients have come in
+  // an unusual order.
   net.frozen = !(fused() && net.optional) && draw(0, 1) == 0;
 }
 
@@ -79,18 +84,23 @@ uint64_t Draw::without(int step, int micro, int rank) const {
 }
 
 std::string Draw::description() const {
-  return text("TESSERA_TEST_SEED=", seed, ": ", ranks, " ranks, ", name_of(placements), ", ", kUpdates[static_cast<int>(updates)], ", ",
-              net.type == torch::kDouble ? "fp64" : "fp32", ", ", micros, " micro-batches", hold_all ? " (all held)" : "",
-              clip ? text(", clipped to ", *clip) : "", ", units ", unit_share, evaluate ? ", evaluated" : "", broadcast ? ", broadcast" : "", "; ",
-              RandomNet(seed, net)->description());
+  return text("TESSERA_TEST_SEED=", seed, ": ", ranks, " ranks, ", name_of(placements), ", ",
+              kUpdates[static_cast<int>(updates)], ", ", net.type == torch::kDouble ? "fp64" : "fp32", ", ", micros,
+              " micro-batches", hold_all ? " (all held)" : "", drop ? ", others dropped" : "",
+              clip ? text(", clipped to ", *clip) : "", ", units ", unit_share, evaluate ? ", evaluated" : "",
+              broadcast ? ", broadcast" : "", "; ", RandomNet(seed, net)->description());
 }
 
 std::unique_ptr<torch::optim::Optimizer> torch_optimizer(Updates updates, const std::vector<Tensor>& parameters) {
   using namespace torch::optim;
   switch (updates) {
-    case Updates::torch_sgd: return std::make_unique<SGD>(parameters, SGDOptions(0.1).momentum(0.9).weight_decay(0.01));
-    case Updates::torch_adam: return std::make_unique<Adam>(parameters, AdamOptions(0.02).betas({0.8, 0.95}).eps(1e-3));
-    default: return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-3).weight_decay(0.05));
+    case Updates::torch_sgd:
+      return std::make_unique<SGD>(parameters, SGDOptions(0.1).momentum(0.9).weight_decay(0.01));
+    case Updates::torch_adam:
+      return std::make_unique<Adam>(parameters, AdamOptions(0.02).betas({0.8, 0.95}).eps(1e-3));
+    default:
+      return std::make_unique<torch::optim::AdamW>(
+          parameters, torch::optim::AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-3).weight_decay(0.05));
   }
 }
 const AdamWOptions kAdamW = {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.05};
@@ -101,7 +111,7 @@ int64_t rows_of(int rank) { return 2 + rank % 2; }
 struct Seen {
   std::vector<double> losses;
   std::optional<NamedTensors> gradients;
-  double norm = 0, evaluation = 0;
+  double norm = 0, before = 0, after = 0;
 };
 
 struct Run {
@@ -141,10 +151,11 @@ Run unsharded(const Draw& draw, int rank) {
         (loss / draw.ranks).backward();
       }
     seen.gradients = gradients_of(net);
+    if (draw.evaluate) seen.before = evaluation_of(net, draw);
     if (draw.clip) seen.norm = torch::nn::utils::clip_grad_norm_(parameters, *draw.clip);
     optimizer->step();
     optimizer->zero_grad();
-    if (draw.evaluate) seen.evaluation = evaluation_of(net, draw);
+    if (draw.evaluate) seen.after = evaluation_of(net, draw);
   }
   run.parameters = copies(net->unique_parameters());
   return run;
@@ -170,7 +181,10 @@ Run sharded_run(const Draw& draw, const World& world) {
     const torch::NoGradGuard no_grad;
     for (auto& [name, parameter] : net->unique_parameters()) parameter.add_(rank);
   }
-  auto sharded = fully_shard(net, Mesh(world), {.placements = draw.placements, .units = random_units(net, draw), .initial = draw.broadcast ? Initial::broadcast : Initial::verify});
+  auto sharded = fully_shard(net, Mesh(world),
+                             {.placements = draw.placements,
+                              .units = random_units(net, draw),
+                              .initial = draw.broadcast ? Initial::broadcast : Initial::verify});
   std::unique_ptr<AdamW> ours;
   std::unique_ptr<torch::optim::Optimizer> theirs;
   if (draw.ours()) {
@@ -181,15 +195,21 @@ Run sharded_run(const Draw& draw, const World& world) {
     theirs = torch_optimizer(draw.updates, sharded.parameters());
   }
   for (int step = 0; step < kSteps; ++step) {
+    if (draw.drop) {
+      net->loss(draw.seed + 1 + static_cast<uint64_t>(rank), 2, 0).backward();
+      sharded.zero_grad();
+    }
     Seen& seen = run.steps.emplace_back();
     for (int micro = 0; micro < draw.micros; ++micro) {
-      const auto loss = net->loss(draw.data(step, micro, rank), rows_of(rank), draw.without(step, micro, rank)) / draw.micros;
+      const auto loss =
+          net->loss(draw.data(step, micro, rank), rows_of(rank), draw.without(step, micro, rank)) / draw.micros;
       seen.losses.push_back(loss.item<double>());
       std::optional<Sharded::Accumulating> held;
       if (draw.hold_all || micro + 1 < draw.micros) held.emplace(sharded.engine());
       loss.backward();
     }
     if (!draw.fused()) seen.gradients = copies(sharded.full_gradients());
+    if (draw.evaluate && !draw.fused()) seen.before = evaluation_of(net, draw);  // a fused update may have happened
     if (draw.clip) seen.norm = sharded.clip_grad_norm(*draw.clip);
     if (ours) {
       ours->step();
@@ -198,7 +218,7 @@ Run sharded_run(const Draw& draw, const World& world) {
       theirs->step();
       theirs->zero_grad();
     }
-    if (draw.evaluate) seen.evaluation = evaluation_of(net, draw);
+    if (draw.evaluate) seen.after = evaluation_of(net, draw);
   }
   run.parameters = sharded.full_parameters();
   for (const auto& unit : sharded.engine().units()) EXPECT_EQ(unit->lent, Bytes(0)) << unit->name();
@@ -232,10 +252,12 @@ void compare(const Draw& draw, const World& world) {
   for (size_t s = 0; s < kSteps; ++s) {
     const std::string step = text(" in step ", s + 1);
     const Seen &mine = sharded.steps[s], &wanted = plain.steps[s];
-    for (size_t m = 0; m < wanted.losses.size(); ++m) expect_close(mine.losses[m], wanted.losses[m], tolerance, text("loss ", m, step));
+    for (size_t m = 0; m < wanted.losses.size(); ++m)
+      expect_close(mine.losses[m], wanted.losses[m], tolerance, text("loss ", m, step));
     if (mine.gradients) expect_close(*mine.gradients, *wanted.gradients, tolerance, "gradient" + step);
     expect_close(mine.norm, wanted.norm, tolerance, "norm" + step);
-    expect_close(mine.evaluation, wanted.evaluation, tolerance, "evaluation" + step);
+    if (!draw.fused()) expect_close(mine.before, wanted.before, tolerance, "evaluation before the update" + step);
+    expect_close(mine.after, wanted.after, tolerance, "evaluation after the update" + step);
   }
   expect_close(sharded.parameters, plain.parameters, tolerance, "parameter");
 }
@@ -253,7 +275,8 @@ TEST(ParityRandom, AnyModelAnyPlacementEqualsTheUnshardedRun) {
   }
 }
 
-// A parameter whose gradient comes in one micro-batch of a step and not in the last is rare among the draws, so it has draws of its own.
+// A parameter whose gradient comes in one micro-batch of a step and not in the last is rare among the draws, so it has draws
+// of its own.
 TEST(ParityRandom, UpdatesInBackwardCountTheGradientsOfEarlierMicroBatches) {
   at::set_num_threads(1);
   for (const auto& placements : {ddp(), zero1(), zero2(), zero3()})
@@ -266,7 +289,7 @@ TEST(ParityRandom, UpdatesInBackwardCountTheGradientsOfEarlierMicroBatches) {
       draw.net = {.type = torch::kDouble, .frozen = false, .optional = true};
       draw.unit_share = 1;
       draw.clip = std::nullopt;
-      draw.hold_all = false;
+      draw.hold_all = draw.drop = false;
       SCOPED_TRACE(draw.description());
       on_ranks(draw.ranks, [&](World world) { compare(draw, world); });
       if (HasFailure()) return;

@@ -97,7 +97,8 @@ TEST(TwoRuns, StartingManyTimesAtOnce) {
     const Launched run = enter_run(world, world.rank.value < 2 ? "first" : "second");
     for (int time = 0; time < 30; ++time) {
       const auto communicator = SharedMemory::connect(run.world);
-      for (const auto& theirs : communicator->all_gather("run", text(run.index, " ", time))) EXPECT_EQ(theirs, text(run.index, " ", time));
+      for (const auto& theirs : communicator->all_gather("run", text(run.index, " ", time)))
+        EXPECT_EQ(theirs, text(run.index, " ", time));
     }
   });
 }
@@ -115,9 +116,11 @@ TEST(TwoRuns, RunsOfTwoUsersNeverMeet) {
   });
 }
 
-// ---- strangers ------------------------------------------------------------------------------------------------------------
+// ---- strangers
+// ------------------------------------------------------------------------------------------------------------
 
-/// The abstract name of the socket at which rank 0, process `host`, waits for the others; "" if it doesn't within ten seconds.
+/// The abstract name of the socket at which rank 0, process `host`, waits for the others; "" if it doesn't within ten
+/// seconds.
 std::string meeting_place_of(pid_t host) {
   const auto start = std::chrono::steady_clock::now();
   for (; std::chrono::steady_clock::now() - start < std::chrono::seconds(10); usleep(1000)) {

@@ -9,7 +9,8 @@ using torch::Tensor;
 using torch::nn::Linear;
 using torch::nn::LinearOptions;
 
-/// x + gate · out(gelu(in(norm(x)))), with a gate of one element. The norm's large eps keeps rows that are nearly constant well-conditioned.
+/// x + gate · out(gelu(in(norm(x)))), with a gate of one element. The norm's large eps keeps rows that are nearly constant
+/// well-conditioned.
 struct BlockImpl : torch::nn::Module {
   BlockImpl(int64_t width, int64_t inner)
       : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width}).eps(0.1)))),
@@ -42,7 +43,8 @@ RandomNetImpl::RandomNetImpl(uint64_t seed, const RandomNetOptions& options) : r
     words_ = "embedding " + std::to_string(size);
   }
   for (int64_t stages = draw(1, 7); stages > 0; --stages) add_random_stage();
-  if (embedding_ && chance(0.6)) to_tokens_ = register_module("to_tokens", Linear(width_, embedding_->options.embedding_dim()));
+  if (embedding_ && chance(0.6))
+    to_tokens_ = register_module("to_tokens", Linear(width_, embedding_->options.embedding_dim()));
   head_ = register_module("head", Linear(width_, kTargets));
   if (options.frozen) freeze_some();
   to(options.type);
@@ -62,12 +64,17 @@ void RandomNetImpl::add(const std::string& words, const Stage& stage, bool keeps
 void RandomNetImpl::add_random_stage() {
   switch (draw(0, 9)) {
     case 0:
-    case 1: return add_linear();
-    case 2: return add_convolution();
-    case 3: return add_activation();
+    case 1:
+      return add_linear();
+    case 2:
+      return add_convolution();
+    case 3:
+      return add_activation();
     case 4:
-    case 5: return add_block();
-    case 6: return add_borrowed();
+    case 5:
+      return add_block();
+    case 6:
+      return add_borrowed();
     case 7: {
       const auto scale = register_parameter(fresh_name("scale"), torch::full({}, 1.3));
       return add("scale", [scale](const Tensor& x) { return x * scale; });
@@ -86,26 +93,38 @@ void RandomNetImpl::add_random_stage() {
 void RandomNetImpl::add_linear() {
   const int64_t outputs = chance(0.4) ? width_ : draw(2, 13);
   Linear linear = new_linear(width_, outputs);
-  add("linear " + std::to_string(width_) + "→" + std::to_string(outputs), [linear](const Tensor& x) mutable { return torch::tanh(linear(x)); }, outputs == width_);
+  add(
+      "linear " + std::to_string(width_) + "→" + std::to_string(outputs),
+      [linear](const Tensor& x) mutable { return torch::tanh(linear(x)); }, outputs == width_);
   width_ = outputs;
 }
 
 void RandomNetImpl::add_convolution() {
   const int64_t channels = draw(1, 3);
   if (width_ % 2 == 0 && chance(0.5)) {
-    torch::nn::Conv2d conv = register_module(fresh_name("conv"), torch::nn::Conv2d(torch::nn::Conv2dOptions(1, channels, {2, 1})));
-    add("convolution in 2", [conv](const Tensor& x) mutable { return torch::tanh(conv(x.view({x.size(0), 1, 2, -1})).flatten(1)); }, false);
+    torch::nn::Conv2d conv =
+        register_module(fresh_name("conv"), torch::nn::Conv2d(torch::nn::Conv2dOptions(1, channels, {2, 1})));
+    add(
+        "convolution in 2",
+        [conv](const Tensor& x) mutable {
+          return torch::tanh(conv(x.view({x.size(0), 1, 2, -1})).flatten(1));
+        },
+        false);
     width_ = channels * width_ / 2;
   } else {
-    torch::nn::Conv1d conv = register_module(fresh_name("conv"), torch::nn::Conv1d(torch::nn::Conv1dOptions(1, channels, 3).padding(1).bias(chance(0.5))));
-    add("convolution in 1", [conv](const Tensor& x) mutable { return torch::tanh(conv(x.unsqueeze(1)).flatten(1)); }, false);
+    torch::nn::Conv1d conv = register_module(
+        fresh_name("conv"), torch::nn::Conv1d(torch::nn::Conv1dOptions(1, channels, 3).padding(1).bias(chance(0.5))));
+    add(
+        "convolution in 1", [conv](const Tensor& x) mutable { return torch::tanh(conv(x.unsqueeze(1)).flatten(1)); }, false);
     width_ = channels * width_;
   }
 }
 
 void RandomNetImpl::add_activation() {
   const int64_t kind = draw(0, 3);
-  add("activation", [kind](const Tensor& x) { return kind == 0 ? torch::silu(x) : kind == 1 ? torch::gelu(x) : kind == 2 ? torch::softplus(x) : torch::sigmoid(x); });
+  add("activation", [kind](const Tensor& x) {
+    return kind == 0 ? torch::silu(x) : kind == 1 ? torch::gelu(x) : kind == 2 ? torch::softplus(x) : torch::sigmoid(x);
+  });
 }
 
 void RandomNetImpl::add_block() {
@@ -141,7 +160,8 @@ void RandomNetImpl::freeze_some() {
 Tensor RandomNetImpl::loss(uint64_t seed, int64_t rows, uint64_t without) {
   torch::manual_seed(seed);
   auto x = torch::randn({rows, kInputs}, torch::kDouble).to(type_);
-  const auto target = torch::randn({rows, kTargets}, torch::kDouble).to(type_), tokens = torch::randint(kTokens, {rows}, torch::kLong);
+  const auto target = torch::randn({rows, kTargets}, torch::kDouble).to(type_),
+             tokens = torch::randint(kTokens, {rows}, torch::kLong);
   if (embedding_) x = torch::cat({x, embedding_(tokens)}, 1);
   for (const auto& [stage, optional] : steps_)
     if (optional < 0 || (without >> optional & 1) == 0) x = stage(x);

@@ -18,9 +18,9 @@ struct RandomNetOptions {
   bool optional = true;  ///< some stages can be left out in a pass
 };
 
-/// A small tree of modules, drawn from a seed: linear layers, norms, convolutions, nested residual blocks, an embedding that is the output's
-/// weight too, layers used twice, parameters used by other modules or registered in two, parameters of one element, frozen and unused ones.
-/// The same seed gives the same net with the same values.
+/// A small tree of modules, drawn from a seed: linear layers, norms, convolutions, nested residual blocks, an embedding that
+/// is the output's weight too, layers used twice, parameters used by other modules or registered in two, parameters of one
+/// element, frozen and unused ones. The same seed gives the same net with the same values.
 class RandomNetImpl : public torch::nn::Module {
  public:
   static constexpr int64_t kInputs = 5, kTokens = 7, kTargets = 3;

@@ -8,7 +8,8 @@
 
 namespace tessera::test {
 
-/// Zeroed elements that this process and those that it forks later see alike: how ranks leave results for the test that started them.
+/// Zeroed elements that this process and those that it forks later see alike: how ranks leave results for the test that
+/// started them.
 template <class T>
 class SharedArray {
  public:
