@@ -97,7 +97,8 @@ class Run {
     phases_.optimizer += milliseconds(end - computed);
     losses_.push_back(loss);
     step_ms_.push_back(milliseconds(end - start));
-    if (step + 1 == kSampledSteps && options_.steps > 2 * kSampledSteps) {  // what comes later is alike, and not slowed by the sampler
+    if (step + 1 == kSampledSteps &&
+        options_.steps > 2 * kSampledSteps) {  // what comes later is alike, and not slowed by the sampler
       counted_from_ = sharded_->engine().traffic();
       counted_steps_ = -1;  // this one does not count
       phases_ = {};
@@ -285,7 +286,7 @@ class Run {
   std::vector<double> losses_, step_ms_;
   std::vector<std::pair<int64_t, double>> validations_;
   Phases phases_;
-  Traffic counted_from_;       // phases, waits and bytes are means over the steps after this
+  Traffic counted_from_;  // phases, waits and bytes are means over the steps after this
   int64_t counted_steps_ = 0;
 };
 

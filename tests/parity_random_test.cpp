@@ -53,7 +53,8 @@ struct Draw {
   double unit_share;  ///< of modules that are units
   std::optional<double> clip;
   bool hold_all;   ///< hold accumulating() over the last micro-batch, too
-  bool evaluate;   ///< a pass without gradients after each step
+  bool drop;       ///< before each step, gradients of other samples that are dropped
+  bool evaluate;   ///< passes without gradients before and after each update
   bool broadcast;  ///< only rank 0 has the right initial values
 };
 

@@ -14,10 +14,12 @@ using Arguments = std::vector<std::string>;
 
 // A tiny run; options in `more` come instead of those.
 Arguments train(const Arguments& more, const std::string& steps = "4") {
-  const Arguments tiny{"--layers", "2", "--width", "32", "--heads", "2", "--hidden", "64", "--vocab", "256", "--context", "16", "--steps", steps};
+  const Arguments tiny{"--layers", "2",       "--width", "32",        "--heads", "2",       "--hidden",
+                       "64",       "--vocab", "256",     "--context", "16",      "--steps", steps};
   Arguments arguments{"train"};
   for (size_t i = 0; i < tiny.size(); i += 2)
-    if (std::find(more.begin(), more.end(), tiny[i]) == more.end()) arguments.insert(arguments.end(), {tiny[i], tiny[i + 1]});
+    if (std::find(more.begin(), more.end(), tiny[i]) == more.end())
+      arguments.insert(arguments.end(), {tiny[i], tiny[i + 1]});
   arguments.insert(arguments.end(), more.begin(), more.end());
   return arguments;
 }

@@ -318,7 +318,8 @@ bool Segment::stands_still(Stillness& seen) const {
     const auto& peer = control_->ranks[r];
     if (peer.presence.load() != Presence::running) continue;
     still &= peer.waiting.load(std::memory_order_acquire) != 0;
-    // A rank that was stopped or not scheduled may wait for what has long come: only looking again, in vain, shows that it has not.
+    // A rank that was stopped or not scheduled may wait for what has long come: only looking again, in vain, shows that it
+    // has not.
     looked &= peer.looks.load(std::memory_order_acquire) - seen.looks[r] >= 2;
   }
   if (still) return looked && now - seen.since > kStandstill;

@@ -87,7 +87,8 @@ void Engine::attach(GradientConsumer* consumer) {
     throw ConfigError("this sharded model already has an optimizer attached; destroy it before making another");
   if (consumer != nullptr && consumer->fuses_reduction() && non_finite_ == NonFinite::skip)
     throw ConfigError(
-        "a step can't be skipped after the update, and with fused_reduction that is when a gradient that is not finite is found; "
+        "a step can't be skipped after the update, and with fused_reduction that is when a gradient that is not finite is "
+        "found; "
         "use non_finite = stop, or construct the optimizer without fused_reduction");
   consumer_ = consumer;
 }

@@ -117,7 +117,7 @@ class Engine final : public AccessHandler {
   Schedule schedule_;
   std::vector<uint32_t> resident_;   // units with memory attached
   std::deque<uint32_t> to_reduce_;   // posted here, not reduced yet
-  Bytes lent_;                        // of all units together
+  Bytes lent_;                       // of all units together
   std::vector<uint32_t> to_return_;  // reduced here, perhaps still read by peers
   int64_t step_ = 1;
   int64_t skipped_ = 0;

@@ -125,9 +125,9 @@ class Unit {
   bool touched_after_complete = false;
   bool updated = false;        ///< its parameters changed when its gradients were reduced
   bool shard_written = false;  ///< an operator wrote to a shard since the last step
-  size_t arrivals = 0;             ///< gradients that came in this backward
-  size_t expected = 0;             ///< gradients that can come in this backward
-  Bytes lent;                      ///< in the posted round, until it is taken back
+  size_t arrivals = 0;         ///< gradients that came in this backward
+  size_t expected = 0;         ///< gradients that can come in this backward
+  Bytes lent;                  ///< in the posted round, until it is taken back
 
  private:
   void lay_out(UnitSpec& spec);

@@ -97,7 +97,8 @@ void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double sca
   const bool accumulate = parameter.shard.grad().defined();
   if (!gradients_sharded()) prepare_sum(p, accumulate);
   const Interval owned = parameter.owned;
-  // Ranks with a replicated optimizer need each other's sums too. All must use the same: where sums are rounded, the rounded one.
+  // Ranks with a replicated optimizer need each other's sums too. All must use the same: where sums are rounded, the rounded
+  // one.
   const bool leave_sum = all_reduced() && layout_.ranks() > 1;
   if (consumer != nullptr && !accumulate && !(leave_sum && gradient_type_ != master_type_)) {
     if (!owned.empty()) parameter.squares = consumer->consume(piece_of(p, owned, from, scale, step, leave_sum)).squares;

@@ -38,7 +38,8 @@ Layout Layout::flat(std::span<const NamedShape> shapes, int ranks, int64_t eleme
   int64_t end = 0;
   for (const auto& parameter : shapes) {
     const int64_t numel = elements_of(parameter);
-    if (numel > kMost - end) throw ConfigError(text("with parameter '", parameter.name, "' the unit has more than 2^56 elements"));
+    if (numel > kMost - end)
+      throw ConfigError(text("with parameter '", parameter.name, "' the unit has more than 2^56 elements"));
     layout.offsets_.push_back(end);
     layout.numels_.push_back(numel);
     layout.real_ += numel;

@@ -43,7 +43,8 @@ World checked(World world, const char* rank_name, const char* size_name) {
   check(world.local_rank.value >= 0 && world.local_rank.value < world.local_size,
         text("the local rank is ", world.local_rank.value, ", but this host has ", world.local_size, " ranks"));
   check(world.local_size < world.size || world.local_rank == world.rank,
-        text("all ", world.size, " ranks are on this host, where the local rank is ", world.local_rank.value, ", but ", rank_name, " is ", world.rank.value));
+        text("all ", world.size, " ranks are on this host, where the local rank is ", world.local_rank.value, ", but ",
+             rank_name, " is ", world.rank.value));
   return world;
 }
 
