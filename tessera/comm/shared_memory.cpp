@@ -1,5 +1,6 @@
 #include "tessera/comm/shared_memory.h"
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 
@@ -55,7 +56,7 @@ std::vector<std::string> SharedMemory::exchange_part(const std::string& label, s
   std::memset(envelope->label, 0, sizeof envelope->label);
   std::memcpy(envelope->label, label.data(), std::min(label.size(), sizeof envelope->label - 1));
   envelope->bytes = static_cast<int64_t>(part.size());
-  std::memcpy(envelope + 1, part.data(), part.size());
+  std::copy(part.begin(), part.end(), reinterpret_cast<char*>(envelope + 1));
   progress_of(progress_)[rank().value].entered.store(turn, std::memory_order_release);
   segment_->pulse();
   segment_->wait({"collective", label},
