@@ -40,6 +40,11 @@ foreach(linker mold lld)
   check_linker_flag(CXX -fuse-ld=${linker} TESSERA_HAVE_${linker})
   if(TESSERA_HAVE_${linker})
     add_link_options(-fuse-ld=${linker})
+    if(linker STREQUAL "mold")
+      # mold 1.10 (Debian 12) can begin the read-only-after-relocation segment within a page that is not mapped, and such a program
+      # does not start: "cannot apply additional memory protection after relocation".
+      add_link_options(LINKER:-z,norelro)
+    endif()
     break()
   endif()
 endforeach()
