@@ -14,7 +14,7 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 
-#include "cli/descriptor.h"
+#include "tessera/base/descriptor.h"
 
 namespace tessera::cli {
 namespace {

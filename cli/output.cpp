@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
-#include "cli/descriptor.h"
+#include "tessera/base/descriptor.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 

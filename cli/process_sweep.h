@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/descriptor.h"
+#include "tessera/base/descriptor.h"
 
 namespace tessera::cli {
 

@@ -12,7 +12,7 @@
 #include <map>
 #include <string_view>
 
-#include "cli/descriptor.h"
+#include "tessera/base/descriptor.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 

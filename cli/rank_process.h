@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/descriptor.h"
+#include "tessera/base/descriptor.h"
 #include "tessera/base/error.h"
 
 namespace tessera::cli {

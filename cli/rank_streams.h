@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/descriptor.h"
+#include "tessera/base/descriptor.h"
 #include "cli/output_sink.h"
 #include "cli/rank_output.h"
 

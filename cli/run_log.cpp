@@ -17,7 +17,7 @@ RunLog::RunLog(const std::filesystem::path& directory) : file_(directory / "log.
   std::error_code ignored;  // opening the file says what is wrong
   std::filesystem::create_directories(directory, ignored);
   descriptor_ = Descriptor(open(file_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
-  if (!descriptor_)
+  if (!descriptor_.open())
     throw SystemError(
         text("can't write the log ", file_.string(), ": ", std::strerror(errno), "; choose another --run-directory"));
 }

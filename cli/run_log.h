@@ -3,7 +3,7 @@
 #include <filesystem>
 #include <nlohmann/json_fwd.hpp>
 
-#include "tessera/comm/descriptor.h"
+#include "tessera/base/descriptor.h"
 
 namespace tessera::cli {
 

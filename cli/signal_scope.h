@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "cli/descriptor.h"
+#include "tessera/base/descriptor.h"
 
 namespace tessera::cli {
 

@@ -1,55 +1,15 @@
-// Published faults of sharded training, each with the numbers of the unsharded run (computed in fp64). Net S is the middle
-// linear as a unit and the rest in the root.
+// Published faults of sharded training, each with the numbers of the unsharded run (computed in fp64): numbers, ranks that
+// differ, writes. Net S is the middle linear as a unit and the rest in the root.
 #include <gtest/gtest.h>
 
-#include "tests/support/net_s.h"
+#include "tests/support/cases.h"
 #include "tests/support/on_ranks.h"
-#include "tests/support/sharded_helpers.h"
 
 namespace tessera::test {
 namespace {
 
 using torch::nn::Linear;
 using torch::nn::LinearOptions;
-
-UnitPolicy named(std::vector<std::string> names) {
-  return [names = std::move(names)](const std::string& name, const torch::nn::Module&) {
-    return std::find(names.begin(), names.end(), name) != names.end();
-  };
-}
-
-ShardOptions net_s_options(const Placements& placements) { return {.placements = placements, .units = named({"middle"})}; }
-
-// The loss over this rank's rows such that the mean over ranks is the loss over all eight.
-torch::Tensor net_s_loss(NetS& net, const World& world, int64_t s, torch::Dtype type = torch::kFloat) {
-  const int64_t begin = 8 * world.rank.value / world.size, end = 8 * (world.rank.value + 1) / world.size;
-  const auto error = net(input_rows(s, begin, end, 6, type)) - target_rows(s, begin, end, 3, type);
-  return error.pow(2).sum() * (static_cast<double>(world.size) / (8 * 3));
-}
-
-NetS common_net() {
-  NetS net;
-  set_common_values(*net);
-  return net;
-}
-
-const double kSgdLoss[] = {0.573100111651, 0.523932383766, 0.475849391235},
-             kSgdNorm[] = {0.741135127809, 0.715329010691, 0.686741454987};
-
-void expect_sgd_steps(NetS& net, Sharded& sharded, torch::optim::Optimizer& optimizer, const World& world,
-                      double tolerance = 1e-6) {
-  for (int s = 0; s < 3; ++s) {
-    auto loss = net_s_loss(net, world, s, net->first->weight.scalar_type());
-    loss.backward();
-    EXPECT_NEAR(mean_over_ranks(sharded, loss.item<double>()), kSgdLoss[s], tolerance);
-    EXPECT_NEAR(sharded.grad_norm(), kSgdNorm[s], tolerance);
-    optimizer.step();
-    optimizer.zero_grad();
-  }
-  const Sums sums = sums_of(sharded);
-  EXPECT_NEAR(sums.sum, -0.435618585112, 10 * tolerance);
-  EXPECT_NEAR(sums.absolute, 15.7971839129, 10 * tolerance);
-}
 
 TEST(Cases, NetSWithSgd) {
   for_every_placement(
@@ -363,44 +323,6 @@ TEST(Cases, B13ReplicasStayEqual) {
   });
 }
 
-struct OutputImpl : torch::nn::Module {
-  explicit OutputImpl(const torch::Tensor& tied) : weight(register_parameter("weight", tied)) {}
-  torch::Tensor forward(const torch::Tensor& x) { return torch::linear(x, weight); }
-  torch::Tensor weight;
-};
-TORCH_MODULE(Output);
-
-struct TiedImpl : torch::nn::Module {
-  TiedImpl()
-      : e(register_module("e", torch::nn::Embedding(10, 6))),
-        b(register_module("b", Linear(6, 6))),
-        output(register_module("output", Output(e->weight))) {
-    set_common_values(*this);
-  }
-  torch::Tensor forward(const torch::Tensor& tokens) { return output(torch::tanh(b(e(tokens)))); }
-  torch::nn::Embedding e{nullptr};
-  Linear b{nullptr};
-  Output output{nullptr};
-};
-TORCH_MODULE(Tied);
-
-TEST(Cases, B16TiedWeightsStayTied) {
-  for_every_placement([](const World& world, const Placements& placements) {
-    Tied net;
-    auto sharded = fully_shard(net, Mesh(world), {.placements = placements, .units = named({"e", "b", "output"})});
-    const auto tokens = torch::arange(8);
-    auto loss = torch::nn::functional::cross_entropy(net(tokens), tokens + 1);
-    loss.backward();
-    EXPECT_NEAR(loss.item<double>(), 2.32617496511, 1e-6);
-    EXPECT_NEAR(gradients_of(sharded)["e.weight"].norm().item<double>(), 0.196798984304, 1e-6);
-    EXPECT_NEAR(sharded.grad_norm(), 0.276192108578, 1e-6);
-    EXPECT_EQ(sharded.full_parameters().size(), 3U);
-    torch::optim::SGD(sharded.parameters(), torch::optim::SGDOptions(0.1)).step();
-    const torch::NoGradGuard no_grad;
-    EXPECT_TRUE(torch::equal(net->e->weight.clone(), net->output->weight.clone()));
-  });
-}
-
 TEST(Cases, B17InferenceBetweenSteps) {
   for_every_placement([](const World& world, const Placements& placements) {
     auto net = common_net();
@@ -415,51 +337,6 @@ TEST(Cases, B17InferenceBetweenSteps) {
     }
     torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
     expect_sgd_steps(net, sharded, optimizer, world);
-  });
-}
-
-struct BorrowedImpl : torch::nn::Module {
-  BorrowedImpl()
-      : l(register_module("l", Linear(6, 6))),
-        norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})))),
-        output(register_module("output", Linear(6, 3))) {
-    set_common_values(*this);
-  }
-  torch::Tensor forward(const torch::Tensor& x) { return output(norm(l(x)) * l->bias); }
-  Linear l{nullptr};
-  torch::nn::LayerNorm norm{nullptr};
-  Linear output{nullptr};
-};
-TORCH_MODULE(Borrowed);
-
-TEST(Cases, B19ParameterUsedOutsideItsModule) {
-  for_every_placement([](const World& world, const Placements& placements) {
-    Borrowed net;
-    auto sharded = fully_shard(net, Mesh(world), {.placements = placements, .units = named({"l"})});
-    auto loss = (net(input_rows(0, 0, 8, 6)) - target_rows(0, 0, 8, 3)).pow(2).mean();
-    loss.backward();
-    EXPECT_NEAR(loss.item<double>(), 0.531706065809, 1e-6);
-    EXPECT_NEAR(gradients_of(sharded)["l.bias"].norm().item<double>(), 0.0404447587453, 1e-6);
-    EXPECT_NEAR(sharded.grad_norm(), 0.543786252841, 1e-6);
-  });
-}
-
-struct TwiceImpl : torch::nn::Module {
-  TwiceImpl() : inner(register_module("inner", Linear(6, 6))), output(register_module("output", Linear(6, 3))) {
-    set_common_values(*this);
-  }
-  torch::Tensor forward(const torch::Tensor& x) { return output(torch::tanh(inner(torch::tanh(inner(x))))); }
-  Linear inner{nullptr}, output{nullptr};
-};
-TORCH_MODULE(Twice);
-
-TEST(Cases, B20UsedTwiceAndTwoForwardsBeforeOneBackward) {
-  for_every_placement([](const World& world, const Placements& placements) {
-    auto net = common_net();
-    auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
-    (net_s_loss(net, world, 0) + net_s_loss(net, world, 1)).backward();
-    EXPECT_NEAR(sharded.grad_norm(), 1.53316870714, 2e-6);
-    for (const auto& unit : sharded.engine().units()) EXPECT_EQ(unit->residency(), Residency::sharded) << unit->name();
   });
 }
 

@@ -159,6 +159,25 @@ TEST(Guard, APolicyThatMatchesNothing) {
   });
 }
 
+TEST(Guard, AMeshOfTwoAxesDoesNotSayWhatToShardOver) {
+  on_ranks(4, [](World world) {
+    Stack net;
+    const Mesh mesh(world, {{"replicate", 2}, {"shard", 2}});
+    expect_words(refusal<ConfigError>([&] { fully_shard(net, mesh, stack_options(zero3())); }),
+                 {"zero3", "'replicate' (2), 'shard' (2)"});
+    fully_shard(net, mesh, stack_options(ddp()));  // replicated over all of it
+  });
+}
+
+TEST(Guard, AnArenaBoundThatIsNoSize) {
+  for (const char* wrong : {"0", "-5", "4G"})
+    on_ranks(1, [&](World world) {
+      setenv("TESSERA_ARENA_BOUND_BYTES", wrong, 1);
+      Stack net;
+      expect_words(refusal<ConfigError>([&] { fully_shard(net, Mesh(world)); }), {"TESSERA_ARENA_BOUND_BYTES", wrong});
+    });
+}
+
 TEST(Guard, PlacementsAndTypesThatCannotBe) {
   on_ranks(1, [](World) {
     Stack net;

@@ -7,7 +7,6 @@
 #include <fstream>
 #include <string>
 
-#include "tessera/base/error.h"
 #include "tessera/base/types.h"
 
 namespace tessera {
@@ -51,16 +50,25 @@ TEST_F(MemoryLimit, ReadsVersionOneAndContainersWithoutTheirPath) {
   EXPECT_EQ(memory_limit(root), Bytes{3000000});
 }
 
-TEST_F(MemoryLimit, TheBoundIsAPartOfItUnlessSet) {
-  unsetenv("TESSERA_ARENA_BOUND_BYTES");
-  EXPECT_EQ(default_arena_bound(3).value, memory_limit().value / 4 * 3 / 3);
-  setenv("TESSERA_ARENA_BOUND_BYTES", "12345678", 1);
-  EXPECT_EQ(default_arena_bound(3), Bytes{12345678});
-  setenv("TESSERA_ARENA_BOUND_BYTES", "-1", 1);
-  EXPECT_THROW(default_arena_bound(), ConfigError);
-  setenv("TESSERA_ARENA_BOUND_BYTES", "4G", 1);
-  EXPECT_THROW(default_arena_bound(), ConfigError);
-  unsetenv("TESSERA_ARENA_BOUND_BYTES");
+TEST_F(MemoryLimit, WhatIsLeftIsTheLeastOfTheGroupsAbove) {
+  write("/proc/self/cgroup", "0::/a/b\n");
+  write("/sys/fs/cgroup/a/b/memory.max", "1000000\n");
+  write("/sys/fs/cgroup/a/b/memory.current", "100000\n");
+  write("/sys/fs/cgroup/a/memory.max", "2000000\n");
+  write("/sys/fs/cgroup/a/memory.current", "1800000\n");
+  EXPECT_EQ(memory_left(root), Bytes{200000});
+  write("/sys/fs/cgroup/a/memory.stat", "anon 700000\ninactive_file 500000\nactive_file 600000\n");
+  EXPECT_EQ(memory_left(root), Bytes{700000});
+  write("/sys/fs/cgroup/a/b/memory.current", "1000001\n");
+  EXPECT_EQ(memory_left(root), Bytes{0});
+}
+
+TEST_F(MemoryLimit, WhatIsLeftInVersionOne) {
+  write("/proc/self/cgroup", "4:memory:/docker/0123\n");
+  write("/sys/fs/cgroup/memory/memory.limit_in_bytes", "3000000\n");
+  write("/sys/fs/cgroup/memory/memory.usage_in_bytes", "2000000\n");
+  write("/sys/fs/cgroup/memory/memory.stat", "inactive_file 1\ntotal_inactive_file 1500000\n");
+  EXPECT_EQ(memory_left(root), Bytes{2500000});
 }
 
 }  // namespace

@@ -131,6 +131,10 @@ class FromEnvironment : public testing::Test {
                                            "SLURM_NTASKS",
                                            "SLURM_LOCALID",
                                            "SLURM_NTASKS_PER_NODE",
+                                           "SLURM_TASKS_PER_NODE",
+                                           "SLURM_STEP_TASKS_PER_NODE",
+                                           "SLURM_NNODES",
+                                           "SLURM_NODEID",
                                            "SLURM_JOB_ID",
                                            "SLURM_STEP_ID",
                                            "SLURM_JOB_UID"};
@@ -162,33 +166,47 @@ TEST_F(FromEnvironment, TorchrunWithoutLocalNumbersIsOneHost) {
   EXPECT_EQ(here.local_size, 3);
 }
 
-TEST_F(FromEnvironment, OpenMpi) {
-  const World here = world({{"OMPI_COMM_WORLD_RANK", "3"},
-                            {"OMPI_COMM_WORLD_SIZE", "4"},
-                            {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
-                            {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
-                            {"PMIX_NAMESPACE", "prterun-host-7@1"}});
+void expect_rank_3_of_2_hosts(const World& here, const std::string& launcher, const std::string& in_run) {
   EXPECT_EQ(here.rank, Rank(3));
   EXPECT_EQ(here.size, 4);
   EXPECT_EQ(here.local_rank, Rank(1));
   EXPECT_EQ(here.local_size, 2);
-  EXPECT_EQ(here.launcher, "Open MPI");
-  expect_words(here.run, {"prterun-host-7@1"});
+  EXPECT_EQ(here.launcher, launcher);
+  expect_words(here.run, {in_run});
+}
+
+TEST_F(FromEnvironment, OpenMpi) {
+  expect_rank_3_of_2_hosts(world({{"OMPI_COMM_WORLD_RANK", "3"},
+                                  {"OMPI_COMM_WORLD_SIZE", "4"},
+                                  {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                                  {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                                  {"PMIX_NAMESPACE", "prterun-host-7@1"}}),
+                           "Open MPI", "prterun-host-7@1");
 }
 
 TEST_F(FromEnvironment, Slurm) {
-  const World here = world({{"SLURM_PROCID", "3"},
-                            {"SLURM_NTASKS", "4"},
-                            {"SLURM_LOCALID", "1"},
-                            {"SLURM_NTASKS_PER_NODE", "2"},
-                            {"SLURM_JOB_ID", "712"},
-                            {"SLURM_STEP_ID", "0"}});
-  EXPECT_EQ(here.rank, Rank(3));
-  EXPECT_EQ(here.size, 4);
-  EXPECT_EQ(here.local_rank, Rank(1));
-  EXPECT_EQ(here.local_size, 2);
-  EXPECT_EQ(here.launcher, "Slurm");
-  expect_words(here.run, {"712"});
+  expect_rank_3_of_2_hosts(world({{"SLURM_PROCID", "3"},
+                                  {"SLURM_NTASKS", "4"},
+                                  {"SLURM_LOCALID", "1"},
+                                  {"SLURM_NTASKS_PER_NODE", "2"},
+                                  {"SLURM_JOB_ID", "712"},
+                                  {"SLURM_STEP_ID", "0"}}),
+                           "Slurm", "712");
+}
+
+TEST_F(FromEnvironment, SlurmsListSaysHowManyRanksAHostHas) {
+  const auto local_size = [](const char* list, const char* node) {
+    return world({{"SLURM_PROCID", "3"}, {"SLURM_NTASKS", "9"}, {"SLURM_LOCALID", "0"}, {"SLURM_STEP_ID", "0"},
+                  {"SLURM_NNODES", "3"}, {"SLURM_STEP_TASKS_PER_NODE", list}, {"SLURM_NODEID", node}})
+        .local_size;
+  };
+  EXPECT_EQ(local_size("4(x2),1", "0"), 4);
+  EXPECT_EQ(local_size("4(x2),1", "1"), 4);
+  EXPECT_EQ(local_size("4(x2),1", "2"), 1);
+  EXPECT_EQ(local_size("2,3,4", "1"), 3);
+  // Several hosts of unknown sizes must not be taken for one.
+  expect_words(refused({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "4"}, {"SLURM_STEP_ID", "0"}, {"SLURM_NNODES", "2"}}),
+               {"SLURM_NNODES is 2", "SLURM_NTASKS_PER_NODE"});
 }
 
 TEST_F(FromEnvironment, AnAllocationOfSlurmIsNotALaunch) {

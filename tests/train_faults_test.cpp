@@ -79,7 +79,7 @@ TEST(TrainFaults, MissingData) {
 TEST(TrainFaults, EmptyData) {
   TESSERA_NEEDS_PROGRAM;
   const TestFolder folder;
-  std::ofstream(folder.file("empty.txt"));
+  const std::ofstream empty(folder.file("empty.txt"));
   expect_refusal(train({"--data", folder.file("empty.txt"), "--ranks", "2"}), {"empty.txt", "empty"}, 1);
 }
 

@@ -111,13 +111,13 @@ bool receive_welcome(int socket, Welcome& welcome, Descriptor& memory, Deadline 
     std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
     memory = Descriptor(fd);
   }
-  return memory && receive_exactly(socket, reinterpret_cast<char*>(&welcome) + got,
+  return memory.open() && receive_exactly(socket, reinterpret_cast<char*>(&welcome) + got,
                                    sizeof welcome - static_cast<size_t>(got), deadline);
 }
 
 Descriptor create_memory(int64_t bytes) {
   Descriptor memory(memfd_create("tessera", MFD_CLOEXEC));
-  if (!memory) refuse("the system refuses a memfd, which ranks of one host share memory through");
+  if (!memory.open()) refuse("the system refuses a memfd, which ranks of one host share memory through");
   if (ftruncate(memory.get(), bytes) != 0) refuse(text("the system refuses a sparse memfd of ", bytes, " bytes"));
   return memory;
 }
@@ -125,7 +125,7 @@ Descriptor create_memory(int64_t bytes) {
 std::string ranks_without(const std::vector<Descriptor>& guests) {
   std::string missing;
   for (size_t rank = 1; rank < guests.size(); ++rank)
-    if (!guests[rank]) missing += text(missing.empty() ? "" : ", ", rank);
+    if (!guests[rank].open()) missing += text(missing.empty() ? "" : ", ", rank);
   return missing;
 }
 
@@ -133,7 +133,7 @@ Meeting host(const World& world, int generation, int64_t bytes, Deadline deadlin
   socklen_t length = 0;
   const sockaddr_un address = address_of(world, generation, length);
   const Descriptor listener(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!listener) refuse("could not create a Unix socket");
+  if (!listener.open()) refuse("could not create a Unix socket");
   if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
     refuse(errno == EADDRINUSE ? "another run with the same launcher identity is starting on this host; give each run its "
                                  "own MASTER_PORT or job"
@@ -150,7 +150,7 @@ Meeting host(const World& world, int generation, int64_t bytes, Deadline deadlin
           text("local ranks ", missing, " of ", world.local_size, " did not come to the start of this run in time"));
     Descriptor guest(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
     Hello hello;
-    if (!guest || !same_user(guest.get()) || !receive_exactly(guest.get(), &hello, sizeof hello, deadline))
+    if (!guest.open() || !same_user(guest.get()) || !receive_exactly(guest.get(), &hello, sizeof hello, deadline))
       continue;  // a stranger
     if (hello.protocol != kProtocol)
       throw AgreementError("a rank of this run uses another version of Tessera; install the same on all");
@@ -158,7 +158,7 @@ Meeting host(const World& world, int generation, int64_t bytes, Deadline deadlin
       throw AgreementError(text("a process joined as local rank ", hello.local_rank, " of ", hello.local_size,
                                 ", but this run has ", world.local_size, " local ranks"));
     const auto rank = static_cast<size_t>(hello.local_rank);
-    if (guests[rank])
+    if (guests[rank].open())
       throw AgreementError(
           text("two processes joined as local rank ", rank, " (", meeting.process_ids[rank], " and ", hello.process, ")"));
     guests[rank] = std::move(guest);
@@ -175,7 +175,7 @@ Meeting join(const World& world, int generation, Deadline deadline) {
   const sockaddr_un address = address_of(world, generation, length);
   while (true) {
     const Descriptor host(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (!host) refuse("could not create a Unix socket");
+    if (!host.open()) refuse("could not create a Unix socket");
     if (connect(host.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0) {
       if (!same_user(host.get())) throw SystemError("another user's process listens where local rank 0 of this run should");
       const Hello hello{.local_rank = world.local_rank.value, .local_size = world.local_size, .process = getpid()};

@@ -3,7 +3,7 @@
 #include <chrono>
 #include <vector>
 
-#include "tessera/comm/descriptor.h"
+#include "tessera/base/descriptor.h"
 #include "tessera/mesh/world.h"
 
 namespace tessera {

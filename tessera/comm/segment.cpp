@@ -137,7 +137,7 @@ Segment::Segment(const World& world, Meeting meeting, std::chrono::milliseconds 
       next_object_(kObjects) {
   for (const int process : meeting_.process_ids) {
     processes_.emplace_back(static_cast<int>(syscall(SYS_pidfd_open, process, 0)));
-    if (!processes_.back() && errno != ESRCH)  // which means: dead already
+    if (!processes_.back().open() && errno != ESRCH)  // which means: dead already
       throw SystemError(text("the system refuses to watch process ", process, " of this run (", std::strerror(errno),
                              "); ranks that share memory need pidfd_open, of Linux 5.3"));
   }

@@ -8,9 +8,11 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/engine/backward_end.h"
 
 namespace tessera {
 namespace {
@@ -104,8 +106,9 @@ void Engine::before(std::span<const Access> accesses, std::string_view) {
   const bool backward = in_backward();
   if (accesses.size() == 1 && accesses[0].what->kind == Observed::Kind::unit && !accesses[0].writes &&
       phase_ == (backward ? Phase::backward : Phase::forward) && unit_of(accesses[0]).residency() == Residency::resident &&
-      (training_pass_ || !at::GradMode::is_enabled()))
+      (training_pass_ || !at::GradMode::is_enabled()) && !nested_ended_)
     return;
+  if (backward) go_on_after_nested_backward();
   bool units = false, shard_writes = false;
   for (const auto& access : accesses) {
     units |= access.what->kind == Observed::Kind::unit;
@@ -191,6 +194,7 @@ void Engine::watch_non_finite(bool on) {
 // ---- phases --------------------------------------------------------------------------------------------------------
 
 void Engine::settle() {
+  if (nested_ended_ && !in_backward()) end_backward();
   if (phase_ == Phase::stepping) finish_step(true);
 }
 
@@ -224,6 +228,11 @@ void Engine::refuse_unconsumed() const {
                         "for evaluation hold a NoGradGuard"));
 }
 
+void Engine::go_on_after_nested_backward() {
+  if (!std::exchange(nested_ended_, false)) return;
+  at_end_of_backward([this] { end_backward(); });
+}
+
 void Engine::enter_backward() {
   settle();
   refuse_unconsumed();
@@ -234,7 +243,7 @@ void Engine::enter_backward() {
     unit->complete = false;
     unit->expected = unit->count_trainable();
   }
-  torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
+  at_end_of_backward([this] { end_backward(); });
 }
 
 }  // namespace tessera

@@ -84,6 +84,7 @@ class Engine final : public AccessHandler {
 
   void enter_forward();
   void enter_backward();
+  void go_on_after_nested_backward();
   void end_backward();
   void refuse_unconsumed() const;
   void touch_units(std::span<const Access> accesses);
@@ -94,10 +95,12 @@ class Engine final : public AccessHandler {
   void note(StepKind kind, uint32_t unit);
 
   void sweep_gradients(Unit& unit);
+  void start_another_round(uint32_t index, ParameterIndex p);
   void post(uint32_t index);
   void post_rest();
   void serve_peers();
   void reduce(uint32_t index);
+  void reduce_oldest();
   void reduce_replicated(GradientConsumer* consumer);
   void take_back_lent();
   void make_reduced();
@@ -126,6 +129,7 @@ class Engine final : public AccessHandler {
   int accumulating_ = 0;
   bool training_pass_ = false;      // the present pass records gradients, so its steps belong to the schedule
   bool arrivals_ = false;           // some gradient came in this backward
+  bool nested_ended_ = false;       // a backward inside the present one has ended
   bool local_pending_ = false;      // gradients of accumulated backwards lie in the module's tensors
   bool reduction_pending_ = false;  // posted, and left for the optimizer to reduce
   bool unconsumed_ = false;         // gradients wait for a step

@@ -3,6 +3,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/engine/backward_end.h"
 #include "tessera/engine/engine.h"
 
 namespace tessera {
@@ -15,18 +16,29 @@ using Clock = std::chrono::steady_clock;
 }  // namespace
 
 void Engine::on_gradient(uint32_t index, ParameterIndex p) {
+  go_on_after_nested_backward();
   if (phase_ != Phase::backward) enter_backward();
   arrivals_ = true;
   if (keeps_local_gradients()) return;  // autograd goes on adding to it
   Unit& unit = *units_[index];
-  if (unit.complete)
-    throw GuardError(text("a second gradient of parameter '", unit.parameters()[p].name,
-                          "' came in one backward, after the first was handed over (step ", step_,
-                          "); backward must reach each parameter once"));
+  if (unit.complete) start_another_round(index, p);
   unit.take_gradient(p);
-  const bool early = !updates_in_backward() || !unit.touched_after_complete;
-  if (unit.arrivals == unit.expected && early && gradients_sharded()) post(index);
+  // What is used again later is handed over at the end of backward, so that there is one round of it a backward.
+  if (unit.arrivals == unit.expected && !unit.touched_after_complete && gradients_sharded()) post(index);
   serve_peers();
+}
+
+// Backward has reached a unit again whose gradients were handed over: the first time that this happens to the unit, since
+// nothing told before.
+void Engine::start_another_round(uint32_t index, ParameterIndex p) {
+  Unit& unit = *units_[index];
+  if (updates_in_backward())
+    throw GuardError(text("a second gradient of parameter '", unit.parameters()[p].name,
+                          "' came in one backward, after the first had updated it (step ", step_,
+                          "), which no step before showed; construct the optimizer without fused_reduction for this model"));
+  while (std::find(to_reduce_.begin(), to_reduce_.end(), index) != to_reduce_.end()) reduce_oldest();
+  unit.complete = false;
+  unit.touched_after_complete = true;
 }
 
 void Engine::post(uint32_t index) {
@@ -63,10 +75,14 @@ void Engine::serve_peers() {
       traffic_.reduce_wait += oldest.wait_posted_politely(step_);
       if (!oldest.posted_by_all()) break;
     }
-    reduce(to_reduce_.front());
-    to_reduce_.pop_front();
+    reduce_oldest();
   }
   take_back_lent();
+}
+
+void Engine::reduce_oldest() {
+  reduce(to_reduce_.front());
+  to_reduce_.pop_front();
 }
 
 void Engine::take_back_lent() {
@@ -95,6 +111,10 @@ void Engine::reduce(uint32_t index) {
 
 void Engine::end_backward() {
   if (phase_ != Phase::backward) return;
+  // A backward that a node of another one ran, without NestedBackward: the other goes on. Ends with the next operator or
+  // gradient of that, or before whatever follows it.
+  nested_ended_ = inside_node();
+  if (nested_ended_) return;
   if (arrivals_) ++backwards_;
   if (keeps_local_gradients()) {
     local_pending_ = true;
@@ -110,10 +130,7 @@ void Engine::synchronise() {
   phase_ = Phase::backward;
   post_rest();
   if (gradients_sharded()) {
-    while (!to_reduce_.empty()) {
-      reduce(to_reduce_.front());
-      to_reduce_.pop_front();
-    }
+    while (!to_reduce_.empty()) reduce_oldest();
     take_back_lent();
   } else if (consumer_ != nullptr) {
     reduction_pending_ = true;

@@ -92,6 +92,17 @@ Bytes state_of_host(const std::vector<UnitSpec>& units, const ShardOptions& opti
   return Bytes(bytes);
 }
 
+// The placements say "sharded" without naming an axis, so there must be one only.
+void check_axes(const Mesh& mesh, const Placements& placements) {
+  std::string several;
+  int count = 0;
+  for (const auto& axis : mesh.axes())
+    if (axis.size > 1) several += text(count++ > 0 ? ", '" : "'", axis.name, "' (", axis.size, ")");
+  if (count > 1 && placements != ddp())
+    throw ConfigError(text("placement ", name_of(placements), " shards over one axis, but the mesh has several: ", several,
+                           "; give a mesh with one axis of more than one rank"));
+}
+
 std::string words_for(const ShardOptions& options) {
   const auto type = [](const std::optional<c10::ScalarType>& t) { return t ? c10::toString(*t) : "as is"; };
   return text("placement ", name_of(options.placements), ", working type ", type(options.precision.working),
@@ -104,6 +115,7 @@ std::string words_for(const ShardOptions& options) {
 
 Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   check(options.placements);
+  check_axes(mesh, options.placements);
   auto units = collect(module, options.units);
   const auto communicator = SharedMemory::connect(mesh.world());
   agree(*communicator, units, words_for(options), options.initial);

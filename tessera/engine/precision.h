@@ -11,9 +11,10 @@ namespace tessera {
 /// In which types the state of floating-point parameters is kept. Master weights and optimizer moments are fp32 (fp64 for
 /// fp64 models).
 struct Precision {
-  std::optional<c10::ScalarType> working;  ///< what the module computes with; default: each parameter's own type
-  std::optional<c10::ScalarType>
-      gradient;  ///< of the reduced gradient; default: the working type. Sums are formed in fp32 in any case
+  /// What the module computes with; default: each parameter's own type.
+  std::optional<c10::ScalarType> working = {};
+  /// Of the reduced gradient; default: the working type. Sums are formed in fp32 in any case.
+  std::optional<c10::ScalarType> gradient = {};
 };
 
 /// The element type of a floating-point tensor. Throws ConfigError for a type that gradients can't have.

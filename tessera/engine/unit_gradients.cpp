@@ -32,7 +32,10 @@ void Unit::take_gradient(ParameterIndex p) {
   gradient = gradient.detach();
   if (gradient.is_sparse()) gradient = gradient.to_dense();
   gradient = gradient.to(working_type_).contiguous();
-  parameter.taken = readable_by_peers(gradient, p);
+  if (parameter.taken.defined())  // backward reaches the parameter more than once, as recomputed parts do
+    parameter.taken.add_(gradient);
+  else
+    parameter.taken = readable_by_peers(gradient, p);
   if (!parameter.arrived) ++arrivals;
   parameter.arrived = true;
 }

@@ -2,7 +2,9 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <optional>
 #include <utility>
 
@@ -67,12 +69,37 @@ World from_open_mpi() {
   return checked(std::move(world), "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
 }
 
+// Ranks on node `node`, by Slurm's list: "4", "4(x2),1".
+std::optional<int> ranks_on_node(const std::string& list, int node) {
+  int first = 0;
+  for (size_t begin = 0; begin < list.size();) {
+    const size_t end = std::min(list.find(',', begin), list.size());
+    int ranks = 0, nodes = 1;
+    if (std::sscanf(list.substr(begin, end - begin).c_str(), "%d(x%d)", &ranks, &nodes) < 1) return std::nullopt;
+    if (node < (first += nodes)) return ranks;
+    begin = end + 1;
+  }
+  return std::nullopt;
+}
+
+int slurm_local_size(int size) {
+  const int nodes = optional("SLURM_NNODES", 1);
+  for (const char* name : {"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"})
+    if (const auto list = environment(name); list && environment("SLURM_NODEID"))
+      if (const auto ranks = ranks_on_node(*list, optional("SLURM_NODEID", 0))) return *ranks;
+  if (nodes > 1 && !environment("SLURM_NTASKS_PER_NODE"))
+    throw ConfigError(text("SLURM_NNODES is ", nodes,
+                           ", but neither SLURM_STEP_TASKS_PER_NODE (with SLURM_NODEID) nor SLURM_NTASKS_PER_NODE says how "
+                           "many ranks this host has; start the ranks with srun --ntasks-per-node"));
+  return optional("SLURM_NTASKS_PER_NODE", size);
+}
+
 World from_slurm() {
   World world{.rank = Rank(required("SLURM_PROCID", "SLURM_NTASKS")),
               .size = required("SLURM_NTASKS", "SLURM_PROCID"),
               .launcher = "Slurm"};
   world.local_rank = Rank(optional("SLURM_LOCALID", world.rank.value));
-  world.local_size = optional("SLURM_NTASKS_PER_NODE", world.size);
+  world.local_size = slurm_local_size(world.size);
   world.run = joined({"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_JOB_UID", "TESSERA_RUN_ID"});
   return checked(std::move(world), "SLURM_PROCID", "SLURM_NTASKS");
 }

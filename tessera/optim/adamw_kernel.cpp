@@ -152,8 +152,8 @@ SumResult adamw_update(const SumSources& gradients, const AdamWStep& step, const
                             (state.gradient_sum != nullptr && is_double(state.gradient_element));
   TESSERA_CHECK(is_double(state.element) || (state.element == Element::float32 && !wants_double),
                 "AdamW's state is float32, or float64 where anything else is");
-  const auto run = [&](auto range, const auto& factors) {
-    const AdamWArguments update{gradients, factors, state};
+  const auto run = [&]<class C>(auto range, const AdamWFactors<C>& factors) {
+    const AdamWArguments<C> update{gradients, factors, state};
     return SumResult{sum_over_chunks(count, [&](int64_t begin, int64_t end) { return range(update, begin, end); })};
   };
   if (is_double(state.element)) return run(HWY_DYNAMIC_DISPATCH(update_doubles), AdamWFactors<double>(step));

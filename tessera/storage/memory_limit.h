@@ -10,8 +10,8 @@ namespace tessera {
 /// and their parents (version 1 or 2; none set = physical memory). `root` goes before /proc and /sys, for tests.
 Bytes memory_limit(const std::string& root = "");
 
-/// How much one of `local_ranks` ranks may commit in its arena: TESSERA_ARENA_BOUND_BYTES if set, else its equal part of
-/// three quarters of `memory_limit`. Throws ConfigError if the variable is not a positive integer.
-Bytes default_arena_bound(int local_ranks = 1);
+/// What those limits leave: the least of limit − use over the groups and the physical memory, where use does not count file
+/// cache that was not touched lately (the kernel drops it when memory is wanted). At least 0.
+Bytes memory_left(const std::string& root = "");
 
 }  // namespace tessera

@@ -28,7 +28,7 @@ std::string refusal(Action&& action) {
   } catch (const Wanted& error) {
     return error.what();
   } catch (...) {
-    const std::string words = words_of(std::current_exception());
+    std::string words = words_of(std::current_exception());
     ADD_FAILURE() << "an error of another type: " << words;
     return words;
   }

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-namespace tessera::cli {
+namespace tessera {
 
 /// Owns a file descriptor, or none (−1).
 class Descriptor {
@@ -28,4 +28,4 @@ class Descriptor {
   int fd_ = -1;
 };
 
-}  // namespace tessera::cli
+}  // namespace tessera
