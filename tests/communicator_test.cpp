@@ -17,6 +17,7 @@
 #include "tessera/comm/shared_memory.h"
 #include "tests/support/on_ranks.h"
 #include "tests/support/refusal.h"
+#include "tests/support/window_plans.h"
 
 namespace tessera::test {
 namespace {
@@ -97,11 +98,13 @@ TEST(Communicator, ConnectsAgainAfterTheLastUserIsGone) {
 // ---- one-sided --------------------------------------------------------------------------------------------------------
 
 TEST(Communicator, AWindowShowsWhatItsOwnersPublished) {
-  for (const bool one_copy : {true, false})
+  for (const bool one : {true, false})
     on_ranks(3, [&](World world) {
       const auto communicator = SharedMemory::connect(world);
       constexpr int kChunk = 16;
-      const auto window = communicator->parameter_window("unit", Bytes(world.size * kChunk * 4), one_copy);
+      const auto window = communicator->parameter_window(
+          "unit", Bytes(world.size * kChunk * 4),
+          one ? one_copy(world.size) : copy_each(world.size, world.rank, world.size * kChunk * 4));
       auto* values = reinterpret_cast<int32_t*>(window->data());
       for (uint32_t epoch = 1; epoch <= 3; ++epoch) {
         const auto value = [&](int rank, int i) { return static_cast<int32_t>(epoch) * 1000 + rank * 100 + i; };
@@ -120,7 +123,7 @@ TEST(Communicator, AWindowShowsWhatItsOwnersPublished) {
 TEST(Communicator, ReplicasAreTheirRanksOwn) {
   on_ranks(2, [](World world) {
     const auto communicator = SharedMemory::connect(world);
-    const auto window = communicator->parameter_window("unit", Bytes(128), /*one_copy=*/false);
+    const auto window = communicator->parameter_window("unit", Bytes(128), copy_each(world.size, world.rank, 128));
     window->data()[5] = std::byte{static_cast<unsigned char>(world.rank.value + 1)};
     communicator->barrier("written");
     EXPECT_EQ(window->data()[5], std::byte{static_cast<unsigned char>(world.rank.value + 1)});
@@ -173,7 +176,7 @@ TEST(Communicator, DifferentObjectsAreAnError) {
   const auto ends = run_ranks(2, [](World world) {
     const auto communicator = SharedMemory::connect(world);
     communicator->barrier("start");
-    const auto window = communicator->parameter_window(world.rank.value == 0 ? "blocks.0" : "blocks.1", Bytes(256), true);
+    const auto window = communicator->parameter_window(world.rank.value == 0 ? "blocks.0" : "blocks.1", Bytes(256), one_copy(world.size));
     window->gather(1, "blocks", 1);
   });
   std::string all;

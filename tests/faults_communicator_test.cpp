@@ -15,6 +15,7 @@
 #include "tessera/comm/shared_memory.h"
 #include "tests/support/on_ranks.h"
 #include "tests/support/refusal.h"
+#include "tests/support/window_plans.h"
 
 namespace tessera::test {
 namespace {
@@ -50,7 +51,7 @@ TEST(FaultsCommunicator, ADeadPeerIsNamedWithinASecond) {
 TEST(FaultsCommunicator, WhatAPeerDidBeforeItDiedCounts) {
   const auto ends = run_ranks(2, [](World world) {
     const auto communicator = SharedMemory::connect(world);
-    const auto window = communicator->parameter_window("unit", Bytes(128), true);
+    const auto window = communicator->parameter_window("unit", Bytes(128), one_copy(world.size));
     window->publish(1);
     communicator->barrier("published");
     if (world.rank.value == 1) {
@@ -160,7 +161,7 @@ TEST(FaultsCommunicator, AVeryLongFailureIsCut) {
 TEST(FaultsCommunicator, RanksThatWaitForEachOtherAreToldBothOperations) {
   on_ranks(2, [](World world) {
     const auto communicator = SharedMemory::connect(world);
-    const auto window = communicator->parameter_window("blocks.3", Bytes(128), true);
+    const auto window = communicator->parameter_window("blocks.3", Bytes(128), one_copy(world.size));
     communicator->barrier("start");
     const auto start = Clock::now();
     const std::string words = refusal<AgreementError>([&] {

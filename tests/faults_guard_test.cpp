@@ -164,7 +164,7 @@ TEST(Guard, AMeshOfTwoAxesDoesNotSayWhatToShardOver) {
     Stack net;
     const Mesh mesh(world, {{"replicate", 2}, {"shard", 2}});
     expect_words(refusal<ConfigError>([&] { fully_shard(net, mesh, stack_options(zero3())); }),
-                 {"zero3", "'replicate' (2), 'shard' (2)"});
+                 {"zero3", "'replicate' (2), 'shard' (2)", "hybrid("});
     fully_shard(net, mesh, stack_options(ddp()));  // replicated over all of it
   });
 }

@@ -24,9 +24,8 @@ class Communicator {
   /// Every rank's `message`, by rank. Any length, and lengths may differ. O(ranks · bytes).
   virtual std::vector<std::string> all_gather(const std::string& label, const std::string& message) = 0;
 
-  /// The parameters of one unit: `bytes` bytes of which each rank owns the equal, consecutive chunk of its number. With
-  /// `one_copy`, ranks see one memory and nothing needs to move; otherwise each rank has a replica.
-  virtual std::unique_ptr<ParameterWindow> parameter_window(const std::string& label, Bytes bytes, bool one_copy) = 0;
+  /// The parameters of one unit, `bytes` bytes a copy. Ranks of one copy see one memory.
+  virtual std::unique_ptr<ParameterWindow> parameter_window(const std::string& label, Bytes bytes, WindowPlan plan) = 0;
 
   /// The gradients of one unit with `parameters` parameters.
   virtual std::unique_ptr<GradientExchange> gradient_exchange(const std::string& label, size_t parameters) = 0;

@@ -4,14 +4,28 @@
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
+#include <vector>
 
 #include "tessera/base/types.h"
 
 namespace tessera {
 
-/// One unit's parameters over the ranks of an axis: a buffer of which rank r owns chunk r. Owners publish a new version of
-/// their chunk as an epoch; a reader waits for the epoch it needs from every owner. One-sided: a rank that never reads hangs
-/// nobody. An owner may write epoch e + 1 only when every rank is done reading epoch e, which is the caller's to know.
+/// Who reads which copy of a unit's parameters, and what this rank fetches into its copy.
+struct WindowPlan {
+  struct Piece {
+    Rank owner;  ///< of another copy
+    int64_t begin, bytes;
+  };
+  int copies = 1;
+  std::vector<int> copy_of;  ///< by rank
+  bool fetches = false;      ///< do ranks fetch pieces at all
+  std::vector<Piece> pieces;
+};
+
+/// One unit's parameters: a buffer of which each rank owns a part, in one copy or several. Owners publish a new version of
+/// their part as an epoch; a reader waits for the epoch it needs from every owner. One-sided: a rank that never reads hangs
+/// nobody, but the ranks that share a copy and fetch into it together. An owner may write epoch e + 1 only when every rank
+/// is done reading epoch e, which is the caller's to know.
 class ParameterWindow {
  public:
   virtual ~ParameterWindow() = default;
@@ -19,10 +33,10 @@ class ParameterWindow {
   virtual std::byte* data() const = 0;  ///< the whole buffer, as this rank sees it
   virtual Bytes bytes() const = 0;
 
-  /// This rank's chunk holds epoch `epoch` from now on.
+  /// This rank's part holds epoch `epoch` from now on.
   virtual void publish(uint32_t epoch) = 0;
 
-  /// Makes `data()` hold epoch `epoch` of every chunk. Returns the time spent on waiting and copying. Throws PeerError.
+  /// Makes `data()` hold epoch `epoch` of every part. Returns the time spent on waiting and copying. Throws PeerError.
   virtual std::chrono::nanoseconds gather(uint32_t epoch, std::string_view unit, int64_t step) = 0;
 };
 

@@ -96,8 +96,8 @@ std::vector<std::string> SharedMemory::all_gather(const std::string& label, cons
   return messages;
 }
 
-std::unique_ptr<ParameterWindow> SharedMemory::parameter_window(const std::string& label, Bytes bytes, bool one_copy) {
-  return std::make_unique<SharedWindow>(segment_, label, bytes, one_copy);
+std::unique_ptr<ParameterWindow> SharedMemory::parameter_window(const std::string& label, Bytes bytes, WindowPlan plan) {
+  return std::make_unique<SharedWindow>(segment_, label, bytes, std::move(plan));
 }
 
 std::unique_ptr<GradientExchange> SharedMemory::gradient_exchange(const std::string& label, size_t parameters) {

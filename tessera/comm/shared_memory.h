@@ -19,7 +19,7 @@ class SharedMemory final : public Communicator {
   Rank rank() const override { return segment_->rank(); }
   int size() const override { return segment_->ranks(); }
   std::vector<std::string> all_gather(const std::string& label, const std::string& message) override;
-  std::unique_ptr<ParameterWindow> parameter_window(const std::string& label, Bytes bytes, bool one_copy) override;
+  std::unique_ptr<ParameterWindow> parameter_window(const std::string& label, Bytes bytes, WindowPlan plan) override;
   std::unique_ptr<GradientExchange> gradient_exchange(const std::string& label, size_t parameters) override;
   std::shared_ptr<std::byte> peer_readable(const std::string& label, Bytes bytes) override;
   void read_peer(Rank peer, int64_t offset, void* to, Bytes bytes) override;

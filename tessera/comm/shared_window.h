@@ -9,29 +9,33 @@
 
 namespace tessera {
 
-/// A unit's parameters in shared memory: one copy for all ranks, or one replica a rank from which peers take their chunks.
+/// A unit's parameters in shared memory.
 class SharedWindow final : public ParameterWindow {
  public:
-  SharedWindow(const std::shared_ptr<Segment>& segment, const std::string& label, Bytes bytes, bool one_copy);
+  SharedWindow(const std::shared_ptr<Segment>& segment, const std::string& label, Bytes bytes, WindowPlan plan);
 
-  std::byte* data() const override { return replica(segment_->rank()); }
+  std::byte* data() const override { return copy_of(segment_->rank()); }
   Bytes bytes() const override { return bytes_; }
   void publish(uint32_t epoch) override;
   std::chrono::nanoseconds gather(uint32_t epoch, std::string_view unit, int64_t step) override;
 
  private:
   struct alignas(64) Published {
-    std::atomic<uint32_t> epoch;
+    std::atomic<uint32_t> epoch;    // of the rank's own part
+    std::atomic<uint32_t> fetched;  // of the pieces that the rank fetches into its copy
   };
-  std::byte* replica(Rank rank) const { return memory_.data() + rank.value * stride_; }
+  int copy_index(Rank rank) const { return plan_.copy_of[static_cast<size_t>(rank.value)]; }
+  std::byte* copy_of(Rank rank) const { return memory_.data() + copy_index(rank) * stride_; }
+  bool shares_copy(Rank rank) const { return copy_index(rank) == copy_index(segment_->rank()); }
   Published* published() const { return reinterpret_cast<Published*>(control_.data()); }
 
   std::shared_ptr<Segment> segment_;
   Bytes bytes_;
-  int64_t stride_;  ///< bytes from one rank's replica to the next; 0 for one copy
+  WindowPlan plan_;
+  int64_t stride_;  ///< bytes from one copy to the next
   SharedBlock control_;
   SharedBlock memory_;
-  uint32_t held_ = 0;  ///< epoch of the chunks that this rank's replica holds
+  uint32_t held_ = 0;  ///< epoch of the pieces that this rank has fetched
 };
 
 }  // namespace tessera

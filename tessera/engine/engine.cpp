@@ -30,16 +30,18 @@ bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; 
 
 }  // namespace
 
-Engine::Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Precision& precision,
-               NonFinite non_finite, std::vector<UnitSpec> specs)
+Engine::Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Division& division,
+               const Precision& precision, NonFinite non_finite, double divisor, std::vector<UnitSpec> specs)
     : communicator_(std::move(communicator)),
       placements_(placements),
+      division_(division),
       non_finite_(non_finite),
+      scale_(1.0 / divisor),
       unwinding_(std::uncaught_exceptions()) {
   register_observer();
   for (auto& spec : specs) {
     const auto index = static_cast<uint32_t>(units_.size());
-    units_.push_back(std::make_unique<Unit>(std::move(spec), index, placements, precision, *communicator_, *this));
+    units_.push_back(std::make_unique<Unit>(std::move(spec), index, placements, division, precision, *communicator_, *this));
     auto& parameters = units_.back()->parameters();
     if (!trainable_type(units_.back()->working_type())) continue;
     for (ParameterIndex p = 0; p < parameters.size(); ++p)
@@ -97,7 +99,7 @@ void Engine::attach(GradientConsumer* consumer) {
 
 bool Engine::updates_in_backward() const {
   // The first step is always done apart: it shows which units are used after their gradients are complete.
-  return gradients_sharded() && consumer_ != nullptr && consumer_->fuses_reduction() && step_ > 1 && accumulating_ == 0;
+  return gradients_sharded() && !division_.shares_sums() && consumer_ != nullptr && consumer_->fuses_reduction() && step_ > 1 && accumulating_ == 0;
 }
 
 // ---- access --------------------------------------------------------------------------------------------------------
@@ -235,7 +237,8 @@ void Engine::go_on_after_nested_backward() {
 
 void Engine::enter_backward() {
   settle();
-  refuse_unconsumed();
+  // A further backward adds to the gradients of the one before, unless those were used while they came.
+  if (consumer_ != nullptr && consumer_->fuses_reduction()) refuse_unconsumed();
   if (reduction_pending_) make_reduced();
   phase_ = Phase::backward;
   arrivals_ = false;

@@ -30,8 +30,8 @@ struct Traffic {
 /// keeps all ranks in step. Two enums hold its state: the phase here, and each unit's residency.
 class Engine final : public AccessHandler {
  public:
-  Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Precision& precision,
-         NonFinite non_finite, std::vector<UnitSpec> units);
+  Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Division& division,
+         const Precision& precision, NonFinite non_finite, double divisor, std::vector<UnitSpec> units);
   ~Engine() override;
 
   Communicator& communicator() { return *communicator_; }
@@ -77,7 +77,6 @@ class Engine final : public AccessHandler {
 
  private:
   Unit& unit_of(const Access& access) { return *units_[access.what->unit]; }
-  double mean() const { return 1.0 / communicator_->size(); }
   bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
   bool keeps_local_gradients() const { return accumulating_ > 0 && !gradients_sharded(); }
   bool updates_in_backward() const;
@@ -103,6 +102,7 @@ class Engine final : public AccessHandler {
   void reduce_oldest();
   void reduce_replicated(GradientConsumer* consumer);
   void take_back_lent();
+  void share_sums();
   void make_reduced();
   void synchronise();
 
@@ -112,7 +112,9 @@ class Engine final : public AccessHandler {
 
   std::shared_ptr<Communicator> communicator_;
   Placements placements_;
+  Division division_;
   NonFinite non_finite_;
+  double scale_;  // of the ranks' summed gradients
   std::vector<std::unique_ptr<Unit>> units_;
   GradientConsumer* consumer_ = nullptr;
 
@@ -132,6 +134,7 @@ class Engine final : public AccessHandler {
   bool nested_ended_ = false;       // a backward inside the present one has ended
   bool local_pending_ = false;      // gradients of accumulated backwards lie in the module's tensors
   bool reduction_pending_ = false;  // posted, and left for the optimizer to reduce
+  bool sums_pending_ = false;       // sharded gradients are summed, and not exchanged between the ranks of one part
   bool unconsumed_ = false;         // gradients wait for a step
   bool departed_ = false;           // said once that an iteration departed from the schedule
   double clip_ = 1.0;

@@ -1,5 +1,6 @@
 // The part of Engine that hands gradients over and reduces them.
 #include <algorithm>
+#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -99,7 +100,7 @@ void Engine::reduce(uint32_t index) {
   auto* consumer = updates_in_backward() ? consumer_ : nullptr;
   traffic_.reduce_wait += unit.wait_posted(step_);
   const auto start = Clock::now();
-  unit.reduce(mean(), consumer, step_);
+  unit.reduce(scale_, consumer, step_);
   (consumer ? traffic_.consume : traffic_.reduce_wait) += Clock::now() - start;
   if (consumer != nullptr) {
     unit.updated = true;
@@ -132,6 +133,8 @@ void Engine::synchronise() {
   if (gradients_sharded()) {
     while (!to_reduce_.empty()) reduce_oldest();
     take_back_lent();
+    sums_pending_ = division_.shares_sums();
+    if (accumulating_ == 0) share_sums();
   } else if (consumer_ != nullptr) {
     reduction_pending_ = true;
   } else {
@@ -153,7 +156,7 @@ void Engine::reduce_replicated(GradientConsumer* consumer) {
   };
   for (const uint32_t index : indices) {
     traffic_.reduce_wait += units_[index]->wait_posted(step_);
-    timed([&] { units_[index]->reduce(mean(), consumer, step_); });
+    timed([&] { units_[index]->reduce(scale_, consumer, step_); });
     if (consumer != nullptr) units_[index]->updated = true;
     ++traffic_.reductions;
     to_return_.push_back(index);
@@ -165,9 +168,22 @@ void Engine::reduce_replicated(GradientConsumer* consumer) {
   take_back_lent();
 }
 
+// Replicas of a sharded gradient: each rank has summed a part of what it updates, and takes the rest from the other replicas
+// (an all-reduce of the shards, of which the reduce-scatter is done).
+void Engine::share_sums() {
+  if (!std::exchange(sums_pending_, false)) return;
+  const auto start = Clock::now();
+  for (const auto& unit : units_) unit->offer_sums();
+  communicator_->barrier(text("gradients of step ", step_, " are summed"));
+  for (const auto& unit : units_) unit->take_sums();
+  communicator_->barrier(text("gradients of step ", step_, " are exchanged"));
+  traffic_.reduce_wait += Clock::now() - start;
+}
+
 void Engine::make_reduced() {
   if (rounds_ == 0 || local_pending_) synchronise();
   if (reduction_pending_) reduce_replicated(nullptr);
+  share_sums();
 }
 
 }  // namespace tessera

@@ -83,6 +83,7 @@ bool Engine::run_step() {
     throw GuardError("the optimizer's step was called inside backward; call it when backward has returned");
   release_all();
   if (rounds_ == 0 || local_pending_) synchronise();
+  share_sums();
   if (reduction_pending_) {
     const bool fused = consumer_->fuses_reduction();
     // A sharded optimizer writes parameters that peers read until they come here.
@@ -106,6 +107,7 @@ void Engine::begin_outside_step() {
         "an operator wrote to a parameter shard inside backward; step the optimizer when backward has returned");
   release_all();
   if (consumer_ != nullptr && reduction_pending_) reduce_replicated(nullptr);
+  share_sums();
   if (!agree_on_step())
     throw GuardError(text("step ", step_,
                           " must be skipped because of a gradient that is not finite, but a torch::optim optimizer can't be "
@@ -146,6 +148,7 @@ void Engine::zero_grad() {
   }
   to_reduce_.clear();
   reduction_pending_ = false;
+  sums_pending_ = false;
   local_pending_ = false;
   unconsumed_ = false;
   rounds_ = 0;

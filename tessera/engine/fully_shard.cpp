@@ -1,10 +1,13 @@
 #include "tessera/engine/fully_shard.h"
 
 #include <ATen/core/grad_mode.h>
+#include <fnmatch.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -16,22 +19,37 @@ namespace {
 
 constexpr const char* kRoot = "(root)";
 
-// The dotted names of modules that are units, the root's being "".
-std::set<std::string> unit_names(const torch::nn::Module& module, const UnitPolicy& policy) {
-  std::set<std::string> names{""};
-  if (!policy) return names;
-  for (const auto& item : module.named_modules(/*name_prefix=*/"", /*include_self=*/false))
-    if (policy(item.key(), *item.value())) names.insert(item.key());
-  if (names.size() == 1)
+bool matches(const std::string& pattern, const std::string& name) { return fnmatch(pattern.c_str(), name.c_str(), 0) == 0; }
+
+// The dotted names of modules that are units, the root's being "", with the name of the unit that each belongs to: its own,
+// or the first of those that it is joined with.
+std::map<std::string, std::string> unit_names(const torch::nn::Module& module, const ShardOptions& options) {
+  std::map<std::string, std::string> names{{"", ""}};
+  std::vector<std::string> first(options.joined.size());
+  if (options.units)
+    for (const auto& item : module.named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
+      if (!options.units(item.key(), *item.value())) continue;
+      auto& unit = names[item.key()] = item.key();
+      for (size_t i = 0; i < first.size(); ++i) {
+        if (!matches(options.joined[i], item.key())) continue;
+        if (first[i].empty()) first[i] = item.key();
+        unit = first[i];
+        break;
+      }
+    }
+  if (options.units && names.size() == 1)
     throw ConfigError(text("the unit policy matches no module of this model (", module.name(),
                            "); leave units unset to gather the whole model at once"));
+  for (size_t i = 0; i < first.size(); ++i)
+    if (first[i].empty())
+      throw ConfigError(text("the pattern '", options.joined[i], "' of units to join matches no unit of this model"));
   return names;
 }
 
 // The innermost unit that the parameter `name` lies in.
-std::string unit_of(const std::string& name, const std::set<std::string>& units) {
+std::string unit_of(const std::string& name, const std::map<std::string, std::string>& units) {
   for (size_t end = name.rfind('.'); end != std::string::npos; end = end == 0 ? std::string::npos : name.rfind('.', end - 1))
-    if (units.contains(name.substr(0, end))) return name.substr(0, end);
+    if (const auto found = units.find(name.substr(0, end)); found != units.end()) return found->second;
   return "";
 }
 
@@ -51,81 +69,133 @@ void check_parameter(const std::string& name, const at::Tensor& tensor, std::map
              "' are different tensors in the same memory; tie weights by assigning the same tensor to both modules"));
 }
 
-// Parameters by unit, in the order of the model; one unit a type, since a unit is one buffer of one type. A tied parameter
-// belongs to where it is met first.
-std::vector<UnitSpec> collect(const torch::nn::Module& module, const UnitPolicy& policy) {
-  const auto names = unit_names(module, policy);
+// The layout of the first pattern that matches; counts the matches.
+LayoutKind layout_of(const std::string& name, const std::vector<LayoutChoice>& layouts, std::vector<int>& counts) {
+  for (size_t i = 0; i < layouts.size(); ++i)
+    if (matches(layouts[i].pattern, name)) {
+      ++counts[i];
+      return layouts[i].layout;
+    }
+  return flat();
+}
+
+void check_counts(const std::vector<LayoutChoice>& layouts, const std::vector<int>& counts) {
+  for (size_t i = 0; i < layouts.size(); ++i)
+    if (counts[i] == 0)
+      throw ConfigError(text("the pattern '", layouts[i].pattern, "' (layout ", name_of(layouts[i].layout),
+                             ") is the first to match no parameter of this model; patterns are tried in order"));
+}
+
+bool is_ignored(const std::string& name, const std::vector<std::string>& patterns, std::vector<int>& counts) {
+  bool found = false;
+  for (size_t i = 0; i < patterns.size(); ++i)
+    if (matches(patterns[i], name)) {
+      ++counts[i];
+      found = true;
+    }
+  return found;
+}
+
+// Parameters by unit, in the order of the model; one unit a type and layout, since a unit is one buffer of one type. A tied
+// parameter belongs to where it is met first.
+std::vector<UnitSpec> collect(const torch::nn::Module& module, const ShardOptions& options) {
+  const auto names = unit_names(module, options);
+  std::vector<int> ignored(options.ignored.size(), 0);
   std::vector<UnitSpec> units;
-  std::map<std::pair<std::string, c10::ScalarType>, size_t> index_of;
+  std::map<std::tuple<std::string, c10::ScalarType, std::string>, size_t> index_of;
+  std::vector<int> counts(options.layouts.size(), 0);
   std::set<std::string> used;
   std::set<const at::TensorImpl*> seen;
   std::map<const void*, std::string> storages;
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& tensor = item.value();
     if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    if (is_ignored(item.key(), options.ignored, ignored)) continue;
     check_parameter(item.key(), tensor, storages);
     const std::string unit = unit_of(item.key(), names);
-    const auto [found, fresh] = index_of.emplace(std::pair(unit, tensor.scalar_type()), units.size());
+    const LayoutKind layout = layout_of(item.key(), options.layouts, counts);
+    const auto [found, fresh] =
+        index_of.emplace(std::tuple(unit, tensor.scalar_type(), name_of(layout)), units.size());
     if (fresh) {
       std::string name = unit.empty() ? kRoot : unit;
-      if (!used.insert(name).second) name += text(":", c10::toString(tensor.scalar_type()));
-      units.push_back({name, {}});
+      if (!used.insert(name).second) used.insert(name += text(":", c10::toString(tensor.scalar_type()), ":", name_of(layout)));
+      units.push_back({name, {}, layout});
     }
     units[found->second].parameters.push_back({item.key(), tensor});
   }
   if (units.empty()) throw ConfigError(text("the model (", module.name(), ") has no parameters to shard"));
+  check_counts(options.layouts, counts);
+  for (size_t i = 0; i < ignored.size(); ++i)
+    if (ignored[i] == 0)
+      throw ConfigError(text("the pattern '", options.ignored[i], "' of parameters to ignore matches none of this model"));
   return units;
 }
 
 // What all ranks of this host will hold when the model is sharded, without optimizer state and transient gradients.
-Bytes state_of_host(const std::vector<UnitSpec>& units, const ShardOptions& options, int ranks) {
+Bytes state_of_host(const std::vector<UnitSpec>& units, const ShardOptions& options, const Division& division) {
   int64_t bytes = 0;
   for (const auto& unit : units)
     for (const auto& parameter : unit.parameters) {
       const auto type = parameter.tensor.scalar_type();
       const auto element =
           static_cast<int64_t>(c10::elementSize(trainable_type(type) ? options.precision.working.value_or(type) : type));
-      const int64_t copies = options.placements.parameter == Placement::sharded ? 1 : ranks;
-      const int64_t gradients = options.placements.gradient == Placement::sharded ? 1 : ranks;
+      const int64_t copies = division.copies();
+      const int64_t gradients =
+          options.placements.gradient == Placement::sharded ? division.ranks() / division.optimizer_parts() : division.ranks();
       bytes += parameter.tensor.numel() * element * (copies + (parameter.tensor.requires_grad() ? gradients : 0));
     }
   return Bytes(bytes);
 }
 
-// The placements say "sharded" without naming an axis, so there must be one only.
-void check_axes(const Mesh& mesh, const Placements& placements) {
-  std::string several;
-  int count = 0;
-  for (const auto& axis : mesh.axes())
-    if (axis.size > 1) several += text(count++ > 0 ? ", '" : "'", axis.name, "' (", axis.size, ")");
-  if (count > 1 && placements != ddp())
-    throw ConfigError(text("placement ", name_of(placements), " shards over one axis, but the mesh has several: ", several,
-                           "; give a mesh with one axis of more than one rank"));
-}
-
-std::string words_for(const ShardOptions& options) {
+std::string words_for(const ShardOptions& options, const Mesh& mesh) {
   const auto type = [](const std::optional<c10::ScalarType>& t) { return t ? c10::toString(*t) : "as is"; };
-  return text("placement ", name_of(options.placements), ", working type ", type(options.precision.working),
+  std::string axes, layouts;
+  for (const auto& axis : mesh.axes()) axes += text(axes.empty() ? "" : " x ", axis.name, " ", axis.size);
+  for (const auto& choice : options.layouts) layouts += text(", layout of '", choice.pattern, "' ", name_of(choice.layout));
+  return text("placement ", name_of(options.placements), " on the mesh ", axes, layouts, ", working type ", type(options.precision.working),
               ", gradient type ", type(options.precision.gradient),
+              ", gradients divided by ", options.gradient_divisor.value_or(0),
               options.initial == Initial::verify ? ", values verified" : ", values broadcast",
               options.non_finite == NonFinite::stop ? ", stop" : ", skip");
 }
 
 }  // namespace
 
+UnitPolicy units_named(std::vector<std::string> patterns) {
+  return [patterns = std::move(patterns)](const std::string& name, const torch::nn::Module&) {
+    return std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) { return matches(pattern, name); });
+  };
+}
+
+UnitPolicy units_of_size(int64_t elements) {
+  const auto large = [elements](const torch::nn::Module& module) {
+    int64_t count = 0;
+    for (const auto& parameter : module.parameters()) count += parameter.numel();
+    return count >= elements;
+  };
+  return [large](const std::string&, const torch::nn::Module& module) {
+    const auto children = module.children();
+    return large(module) && std::none_of(children.begin(), children.end(), [&](const auto& child) { return large(*child); });
+  };
+}
+
 Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   check(options.placements);
-  check_axes(mesh, options.placements);
-  auto units = collect(module, options.units);
+  if (const auto divisor = options.gradient_divisor; divisor && !(*divisor > 0 && std::isfinite(*divisor)))
+    throw ConfigError(text("gradient_divisor must be a positive number, but is ", *divisor));
+  const Division division(options.placements, mesh);
+  auto units = collect(module, options);
   const auto communicator = SharedMemory::connect(mesh.world());
-  agree(*communicator, units, words_for(options), options.initial);
+  agree(*communicator, units, words_for(options, mesh), options.initial);
   require_memory(
-      state_of_host(units, options, communicator->size()),
+      state_of_host(units, options, division),
       text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", name_of(options.placements)));
   if (options.initial == Initial::broadcast) broadcast_values(*communicator, units);
   auto arena = ArenaLease::take(communicator);
   auto engine =
-      std::make_shared<Engine>(communicator, options.placements, options.precision, options.non_finite, std::move(units));
+      std::make_shared<Engine>(communicator, options.placements, division, options.precision, options.non_finite,
+                                         options.gradient_divisor.value_or(communicator->size()),
+                                         std::move(units));
   arena->arena().trim();
   return {std::move(engine), std::move(arena)};
 }
@@ -166,18 +236,15 @@ std::vector<std::pair<std::string, at::Tensor>> Sharded::full_gradients() const 
 StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {
   StateBytes bytes;
   for (const auto& unit : engine_->units()) {
-    const auto& layout = unit->layout();
-    // Padding is the unit's, so each rank's share of it is even, whoever's chunk holds it.
-    const double rank_share = static_cast<double>(layout.padding().value) / static_cast<double>(layout.total().value);
-    const auto add = [&](double& role, double held) {
-      role += held * (1 - rank_share);
-      bytes.padding += held * rank_share;
+    const auto add = [&](double& role, int64_t held, double real) {
+      role += static_cast<double>(held) * real;
+      bytes.padding += static_cast<double>(held) * (1 - real);
     };
-    add(bytes.parameters, static_cast<double>(unit->parameter_bytes().value));
-    add(bytes.gradients, static_cast<double>(unit->gradient_bytes().value));
+    add(bytes.parameters, unit->parameter_bytes().value, unit->real_share_of_parameters());
+    add(bytes.gradients, unit->gradient_bytes().value, unit->real_share_of_shard());
     const int64_t optimizer =
         unit->master_bytes().value + (unit->trainable() ? unit->updated_elements() * optimizer_bytes_per_element : 0);
-    add(bytes.optimizer, static_cast<double>(optimizer));
+    add(bytes.optimizer, optimizer, unit->real_share_of_shard());
     bytes.communication_buffers += static_cast<double>(unit->staged_bytes().value);
   }
   const double lent = static_cast<double>(engine_->traffic().peak_lent.value);

@@ -6,6 +6,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,12 +28,31 @@ UnitPolicy units_of() {
   return [](const std::string&, const torch::nn::Module& module) { return dynamic_cast<const Impl*>(&module) != nullptr; };
 }
 
+/// Modules whose dotted names match one of `patterns` (fnmatch: `*` any characters) are units.
+UnitPolicy units_named(std::vector<std::string> patterns);
+
+/// The smallest modules that have at least `elements` parameter elements, those of their children included, are units.
+UnitPolicy units_of_size(int64_t elements);
+
+/// The layout of parameters whose full name matches `pattern` (fnmatch: `*` any characters, `?` one, `[…]` a set).
+struct LayoutChoice {
+  std::string pattern;
+  LayoutKind layout;
+};
+
 struct ShardOptions {
   Placements placements = zero3();
-  UnitPolicy units = nullptr;  ///< default: the whole model is one unit
+  UnitPolicy units = nullptr;              ///< default: the whole model is one unit
+  std::vector<LayoutChoice> layouts = {};  ///< the first that matches a parameter counts; flat() for those that none matches
+  /// Units whose names match one of these patterns are one unit, under the name of the first.
+  std::vector<std::string> joined = {};
+  /// Parameters that match one of these patterns stay as they are: whole on every rank, their gradients not reduced.
+  std::vector<std::string> ignored = {};
   Precision precision = {};
   Initial initial = Initial::verify;
   NonFinite non_finite = NonFinite::stop;
+  /// What the sum of the ranks' gradients is divided by; default: the number of ranks, so that gradients are means.
+  std::optional<double> gradient_divisor = {};
 };
 
 /// Bytes of model state that this rank holds. `padding` is not counted in the others.

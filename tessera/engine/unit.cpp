@@ -30,11 +30,12 @@ std::string guard_message(const std::string& unit) {
 
 }  // namespace
 
-Unit::Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Precision& precision,
+Unit::Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Division& division, const Precision& precision,
            Communicator& communicator, AccessHandler& handler)
     : name_(spec.name),
       index_(index),
       placements_(placements),
+      division_(division),
       communicator_(communicator),
       observed_{&handler, Observed::Kind::unit, index} {
   const c10::ScalarType own = spec.parameters.front().tensor.scalar_type();
@@ -48,73 +49,99 @@ Unit::Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Pr
                            "; leave precision.gradient unset, or shard the gradients (zero2, zero3)"));
   master_size_ = static_cast<int64_t>(c10::elementSize(master_type_));
   gradient_size_ = static_cast<int64_t>(c10::elementSize(gradient_type_));
-  layout_ = Layout::flat(shapes_of(spec), communicator.size(), static_cast<int64_t>(c10::elementSize(working_type_)));
-  updated_ = all_reduced() ? layout_.everything() : layout_.chunk_of(communicator.rank());
+  layout_ = Layout(shapes_of(spec), spec.layout, communicator.size(), static_cast<int64_t>(c10::elementSize(working_type_)));
+  state_size_ = layout_.shard(division_.optimizer_part(communicator.rank()), division_.optimizer_parts()).value;
+  parameters_.resize(spec.parameters.size());
+  for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
+    parameters_[p].summed = division_.summed(layout_, p, communicator.rank());
+    parameters_[p].updated = division_.updated(layout_, p, communicator.rank());
+  }
   lay_out(spec);
   write_initial_values(spec);
   make_shards(spec);
 }
 
+WindowPlan Unit::window_plan() const {
+  const Rank me = communicator_.rank();
+  WindowPlan plan{.copies = division_.copies(), .copy_of = {}, .fetches = division_.copies_exchange(), .pieces = {}};
+  for (int r = 0; r < division_.ranks(); ++r) plan.copy_of.push_back(division_.copy(Rank(r)));
+  if (!plan.fetches) return plan;
+  // Each rank of a copy fetches the pieces of its own part of the parameters.
+  for (int r = 0; r < division_.ranks(); ++r) {
+    const Rank owner(r);
+    if (division_.copy(owner) == division_.copy(me) || division_.parameter_part(owner) != division_.parameter_part(me))
+      continue;
+    for (ParameterIndex p = 0; p < parameters_.size(); ++p)
+      for (const Run& run : division_.updated(layout_, p, owner))
+        plan.pieces.push_back({owner, (layout_.offset(p).value + run.begin) * layout_.element_size(),
+                               run.count * layout_.element_size()});
+  }
+  return plan;
+}
+
 void Unit::lay_out(UnitSpec& spec) {
   const Bytes whole = size_of(layout_.total(), layout_.element_size());
-  if (all_reduced()) {
+  if (placements_.optimizer == Placement::replicated) {
     replica_ = PrivateBuffer(whole, "parameters");
     working_ = replica_.data();
   } else {
-    window_ = communicator_.parameter_window(name_, whole, placements_.parameter == Placement::sharded);
+    window_ = communicator_.parameter_window(name_, whole, window_plan());
     working_ = window_->data();
   }
-  if (master_type_ != working_type_) master_ = PrivateBuffer(Bytes(updated_.size() * master_size_), "master parameters");
+  bool scattered = false;
+  for (const auto& parameter : parameters_) scattered |= parameter.updated.size() > 1;
+  if (scattered || master_type_ != working_type_) master_ = PrivateBuffer(Bytes(state_size_ * master_size_), "master parameters");
   exchange_ = communicator_.gradient_exchange(name_, spec.parameters.size());
   staging_area_ = communicator_.peer_readable(name_ + " staging", whole);
-  if (gradients_sharded())
-    gradient_ = communicator_.peer_readable(name_ + " gradient shard", Bytes(layout_.chunk().value * gradient_size_));
+  if (gradients_sharded()) {
+    const Numel largest = layout_.largest_shard(division_.optimizer_parts());
+    gradient_ = communicator_.peer_readable(name_ + " gradient shard", Bytes(largest.value * gradient_size_));
+  }
   storage_ = std::make_unique<GuardedStorage>(whole, at::kCPU, &observed_, guard_message(name_));
 }
 
 void Unit::write_initial_values(const UnitSpec& spec) {
   const at::NoGradGuard no_grad;
-  const bool one_copy = window_ && placements_.parameter == Placement::sharded;
   for (ParameterIndex p = 0; p < spec.parameters.size(); ++p) {
     const at::Tensor values = spec.parameters[p].tensor.detach().contiguous().view(-1);
-    // With one copy for all ranks each writes what it owns; a replica is written whole.
-    const Interval part = one_copy ? layout_.owned(p, communicator_.rank()) : Interval{0, values.numel()};
-    const int64_t at = layout_.offset(p).value;
-    if (!part.empty())
-      wrap(working_at(at + part.begin), part.size(), working_type_).copy_(values.narrow(0, part.begin, part.size()));
-    const Interval updated = layout_.within(p, updated_);
-    if (master_.data() != nullptr && !updated.empty())
-      wrap(master_at(at + updated.begin), updated.size(), master_type_)
-          .copy_(values.narrow(0, updated.begin, updated.size()));
+    // Of a copy that several ranks share, each writes its part.
+    for (const Run& run : division_.held(layout_, p, communicator_.rank()))
+      wrap(working_at(p, run), run.count, working_type_).copy_(values.narrow(0, run.begin, run.count));
+    if (master_.data() == nullptr) continue;
+    for (const Run& run : parameters_[p].updated)
+      wrap(master_at(p, run), run.count, master_type_).copy_(values.narrow(0, run.begin, run.count));
   }
   publish_expected_epoch();
 }
 
 void Unit::make_shards(UnitSpec& spec) {
   const at::NoGradGuard no_grad;
-  parameters_.resize(spec.parameters.size());
+  const int part = division_.optimizer_part(communicator_.rank()), parts = division_.optimizer_parts();
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
     auto& parameter = parameters_[p];
     auto& original = spec.parameters[p];
-    const Interval updated = layout_.within(p, updated_);
-    const bool whole = updated.size() == layout_.numel(p).value;
     parameter.name = std::move(original.name);
     parameter.tensor = std::move(original.tensor);
-    parameter.owned = layout_.owned(p, communicator_.rank());
-    parameter.updated = updated;
     parameter.observed = {observed_.handler, Observed::Kind::shard, index_, static_cast<uint32_t>(p)};
-    parameter.memory = std::make_unique<GuardedStorage>(Bytes(updated.size() * master_size_), at::kCPU, &parameter.observed,
+    const int64_t count = count_of(parameter.updated);
+    parameter.memory = std::make_unique<GuardedStorage>(Bytes(count * master_size_), at::kCPU, &parameter.observed,
                                                         text("the shard of parameter '", parameter.name, "'"));
-    parameter.memory->attach(master_at(layout_.offset(p).value + updated.begin));
-    parameter.shard = whole ? parameter.memory->view(parameter.tensor.sizes(), 0, master_type_)
-                            : parameter.memory->view({updated.size()}, 0, master_type_);
+    const Run first = parameter.updated.empty() ? Run{0, 0, 0} : parameter.updated.front();
+    parameter.memory->attach(master_at(p, first));
+    parameter.shard = parameter.memory->view(layout_.shard_shape(p, part, parts), 0, master_type_);
     parameter.shard.set_requires_grad(parameter.tensor.requires_grad());
     parameter.tensor.set_data(storage_->view(parameter.tensor.sizes(), layout_.offset(p).value, working_type_));
   }
 }
 
-std::byte* Unit::master_at(int64_t element) const {
-  return master_.data() == nullptr ? working_at(element) : master_.data() + (element - updated_.begin) * master_size_;
+std::byte* Unit::master_at(ParameterIndex p, const Run& run) const {
+  return master_.data() == nullptr ? working_at(p, run) : master_.data() + run.local * master_size_;
+}
+
+template <class Action>
+void Unit::for_each_updated(const Action& action) const {
+  for (ParameterIndex p = 0; p < parameters_.size(); ++p)
+    for (const Run& run : parameters_[p].updated) action(p, run);
 }
 
 size_t Unit::count_trainable() const {
@@ -133,7 +160,7 @@ std::chrono::nanoseconds Unit::gather(int64_t step) {
     throw;
   }
   const bool moved = window_ && (placements_.parameter == Placement::sharded || gathered_epoch_ != epoch_);
-  if (moved) gathered_bytes += (layout_.total() - layout_.chunk()).value * layout_.element_size();
+  if (moved) gathered_bytes += (layout_.total().value - state_size_) * layout_.element_size();
   gathered_epoch_ = epoch_;
   storage_->attach(edit_.data() != nullptr ? edit_.data() : working_);
   residency_ = Residency::resident;
@@ -156,11 +183,11 @@ void Unit::begin_edit() {
 }
 
 void Unit::keep_edit() {
-  const Interval chunk = layout_.chunk_of(communicator_.rank());
-  if (edit_.data() != nullptr) {
-    const auto bytes = static_cast<size_t>(chunk.size() * layout_.element_size());
-    std::memcpy(working_at(chunk.begin), edit_.data() + chunk.begin * layout_.element_size(), bytes);
-  }
+  if (edit_.data() != nullptr)
+    for_each_updated([&](ParameterIndex p, const Run& run) {
+      const int64_t at = (layout_.offset(p).value + run.begin) * layout_.element_size();
+      std::memcpy(working_ + at, edit_.data() + at, static_cast<size_t>(run.count * layout_.element_size()));
+    });
   if (residency_ == Residency::resident) release();
   edit_ = PrivateBuffer();
   edited_ = false;
@@ -175,24 +202,34 @@ void Unit::publish_next_epoch() {
 void Unit::write_working_from_master() {
   if (master_.data() == nullptr) return;
   const at::NoGradGuard no_grad;
-  wrap(working_at(updated_.begin), updated_.size(), working_type_)
-      .copy_(wrap(master_.data(), updated_.size(), master_type_));
+  for_each_updated([&](ParameterIndex p, const Run& run) {
+    wrap(working_at(p, run), run.count, working_type_).copy_(wrap(master_at(p, run), run.count, master_type_));
+  });
 }
 
 void Unit::write_master_from_working() {
   if (master_.data() == nullptr) return;
   const at::NoGradGuard no_grad;
-  wrap(master_.data(), updated_.size(), master_type_)
-      .copy_(wrap(working_at(updated_.begin), updated_.size(), working_type_));
+  for_each_updated([&](ParameterIndex p, const Run& run) {
+    wrap(master_at(p, run), run.count, master_type_).copy_(wrap(working_at(p, run), run.count, working_type_));
+  });
 }
 
 Bytes Unit::parameter_bytes() const {
-  const Numel held = placements_.parameter == Placement::sharded ? layout_.chunk() : layout_.total();
+  const Numel held = layout_.shard(division_.parameter_part(communicator_.rank()), division_.parameter_parts());
   return size_of(held, layout_.element_size());
 }
 
 Bytes Unit::gradient_bytes() const {
-  return gradient_ && trainable_type(working_type_) ? Bytes(layout_.chunk().value * gradient_size_) : Bytes{};
+  return gradient_ && trainable_type(working_type_) ? Bytes(state_size_ * gradient_size_) : Bytes{};
+}
+
+double Unit::real_share_of_parameters() const {
+  return layout_.real_share(division_.parameter_part(communicator_.rank()), division_.parameter_parts());
+}
+
+double Unit::real_share_of_shard() const {
+  return layout_.real_share(division_.optimizer_part(communicator_.rank()), division_.optimizer_parts());
 }
 
 }  // namespace tessera

@@ -11,6 +11,7 @@
 #include "tessera/engine/gradient_consumer.h"
 #include "tessera/engine/observer.h"
 #include "tessera/engine/precision.h"
+#include "tessera/layout/division.h"
 #include "tessera/layout/layout.h"
 #include "tessera/layout/placements.h"
 #include "tessera/storage/guarded_storage.h"
@@ -28,6 +29,7 @@ struct NamedParameter {
 struct UnitSpec {
   std::string name;
   std::vector<NamedParameter> parameters;
+  LayoutKind layout = {};
 };
 
 /// Where a unit's parameters are.
@@ -40,21 +42,22 @@ struct UnitParameter {
   at::Tensor shard;                        ///< this rank's part of the master parameter
   std::unique_ptr<GuardedStorage> memory;  ///< of `shard`
   Observed observed;                       ///< of `shard`
-  Interval owned;                          ///< elements whose gradient this rank sums
-  Interval updated;                        ///< elements that this rank's optimizer updates
+  std::vector<Run> summed;                 ///< elements whose gradient this rank sums
+  std::vector<Run> updated;                ///< elements that this rank's optimizer updates
   at::Tensor taken;                        ///< this rank's gradient of this backward, not posted yet
   at::Tensor lent;                         ///< this rank's posted gradient, while peers may read it
-  at::Tensor sum;             ///< for replicated gradients: the whole gradient, of which `owned` (later all) is reduced
+  at::Tensor sum;             ///< for replicated gradients: the whole gradient, of which `summed` (later all) is reduced
   bool arrived = false;       ///< its gradient has come in this backward
   bool has_gradient = false;  ///< some rank had a gradient for it since the last step
-  double squares = 0;         ///< Σ gradient² over `owned`
+  bool partial = false;       ///< it is reduced on this rank's `summed`, and not exchanged yet
+  double squares = 0;         ///< Σ gradient² over `summed`
 };
 
 /// One unit's state on this rank and the ways to move it. Knows what to do, not when.
 class Unit {
  public:
-  Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Precision& precision, Communicator& communicator,
-       AccessHandler& handler);
+  Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Division& division, const Precision& precision,
+       Communicator& communicator, AccessHandler& handler);
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
@@ -98,11 +101,15 @@ class Unit {
   std::chrono::nanoseconds wait_posted_politely(int64_t step);
   /// Sums the ranks' gradients over the owned elements, times `scale`: into the gradient shard, or into `consumer`.
   void reduce(double scale, GradientConsumer* consumer, int64_t step);
-  /// For gradients and optimizer replicated: takes the peers' sums, to this rank's memory or into `consumer`.
+  /// Where several ranks update the same elements, they need each other's sums. For replicated gradients: waits for them, and
+  /// takes them to this rank's memory or into `consumer`.
   std::chrono::nanoseconds gather_sums(GradientConsumer* consumer, double scale, int64_t step);
+  /// The same for sharded gradients, in two halves, between barriers of all ranks.
+  void offer_sums();
+  void take_sums();
   /// Feeds the reduced gradients to `consumer`.
   void consume_reduced(GradientConsumer& consumer, double scale, int64_t step);
-  /// Where peers find the owned part of a reduced gradient (for read_gradient), or 0 if there is none.
+  /// Where peers find this rank's reduced gradient (for read_gradient), or 0 if there is none.
   int64_t reduced_offset(ParameterIndex p) const;
   /// The whole reduced gradient, put together from the ranks' parts; undefined if there is none.
   at::Tensor read_gradient(ParameterIndex p, const std::vector<int64_t>& offsets) const;
@@ -117,7 +124,10 @@ class Unit {
   Bytes gradient_bytes() const;   ///< of the gradient shard; 0 if gradients are replicated, which stay where they grew
   Bytes master_bytes() const { return master_.bytes(); }  ///< of separate master weights
   Bytes staged_bytes() const { return staged_; }          ///< of gradients that were copied to where peers can read
-  int64_t updated_elements() const { return updated_.size(); }
+  int64_t updated_elements() const { return state_size_; }  ///< of this rank's packed shard, padding included
+  /// Of this rank's part of the parameters, and of its shard: the fraction that belongs to parameters.
+  double real_share_of_parameters() const;
+  double real_share_of_shard() const;
   int64_t gathered_bytes = 0;  ///< that came from peers by gathers, ever
   int64_t reduced_bytes = 0;   ///< that came from peers by reductions, ever
 
@@ -133,37 +143,47 @@ class Unit {
   void lay_out(UnitSpec& spec);
   void write_initial_values(const UnitSpec& spec);
   void make_shards(UnitSpec& spec);
+  WindowPlan window_plan() const;
   at::Tensor readable_by_peers(const at::Tensor& gradient, ParameterIndex p);
   std::byte* working_at(int64_t element) const { return working_ + element * layout_.element_size(); }
-  std::byte* master_at(int64_t element) const;
+  std::byte* working_at(ParameterIndex p, const Run& run) const { return working_at(layout_.offset(p).value + run.begin); }
+  std::byte* master_at(ParameterIndex p, const Run& run) const;
+  template <class Action>
+  void for_each_updated(const Action& action) const;  // action(p, run)
   void reduce_parameter(ParameterIndex p, const SumSources& from, double scale, GradientConsumer* consumer, int64_t step);
   void consume_sum(ParameterIndex p, GradientConsumer& consumer, int64_t step);
   void prepare_sum(ParameterIndex p, bool accumulate);
-  std::byte* reduced_at(ParameterIndex p,
-                        int64_t element) const;  ///< where the reduced gradient of the parameter's element lies
-  GradientPiece piece_of(ParameterIndex p, Interval part, const SumSources& from, double scale, int64_t step,
+  /// Where reduced gradients begin: of the packed shard, or of the whole gradient. nullptr if there is none.
+  std::byte* reduced(ParameterIndex p) const;
+  /// How far from there a run lies, in bytes.
+  int64_t reduced_distance(const Run& run) const { return (gradients_sharded() ? run.local : run.begin) * gradient_size_; }
+  std::byte* reduced_at(ParameterIndex p, const Run& run) const { return reduced(p) + reduced_distance(run); }
+  GradientPiece piece_of(ParameterIndex p, const Run& run, const SumSources& from, double scale, int64_t step,
                          bool leave_sum = false) const;
+  template <class Action>
+  void for_each_sum_of_peers(ParameterIndex p, const Action& action);  // action(run, its sum)
   void show_gradient(ParameterIndex p);
+  at::Tensor reduced_shard(ParameterIndex p) const;
   bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
-  bool all_reduced() const { return placements_.optimizer == Placement::replicated; }
 
   std::string name_;
   uint32_t index_;
   Placements placements_;
+  Division division_;
   Communicator& communicator_;
   Observed observed_;
   Layout layout_;
   c10::ScalarType working_type_, master_type_, gradient_type_;
   int64_t master_size_, gradient_size_;  // bytes an element
   std::vector<UnitParameter> parameters_;
-  Interval updated_;  // in the unit's buffer
+  int64_t state_size_ = 0;  // elements of the packed shard that this rank updates
 
   std::unique_ptr<ParameterWindow> window_;  // none for a replicated optimizer
   PrivateBuffer replica_;                    // then the parameters are here
   std::byte* working_ = nullptr;
-  PrivateBuffer master_;  // if of another type than working
+  PrivateBuffer master_;  // if of another type than working, or not in one piece there
   PrivateBuffer edit_;
-  std::shared_ptr<std::byte> gradient_;      // the gradient shard, if gradients are sharded
+  std::shared_ptr<std::byte> gradient_;      // the packed gradient shard, if gradients are sharded
   std::shared_ptr<std::byte> staging_area_;  // for gradients that did not grow where peers can read; as laid out
   Bytes staging_, staged_;                   // copied there in this round, and the most of any round
   std::unique_ptr<GradientExchange> exchange_;

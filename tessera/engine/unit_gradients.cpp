@@ -12,7 +12,7 @@
 namespace tessera {
 
 at::Tensor Unit::readable_by_peers(const at::Tensor& gradient, ParameterIndex p) {
-  if (layout_.ranks() == 1 || communicator_.peers_can_read(gradient.const_data_ptr())) return gradient;
+  if (communicator_.size() == 1 || communicator_.peers_can_read(gradient.const_data_ptr())) return gradient;
   at::Tensor copy = at::empty(gradient.sizes(), gradient.options());
   if (!communicator_.peers_can_read(copy.const_data_ptr())) {
     // Small blocks, and all blocks when the arena is full, come from the system's allocator.
@@ -60,7 +60,7 @@ void Unit::post() {
 }
 
 bool Unit::posted_by_all() const {
-  for (int r = 0; r < layout_.ranks(); ++r)
+  for (int r = 0; r < communicator_.size(); ++r)
     if (!exchange_->posted(Rank(r), round_)) return false;
   return true;
 }
@@ -75,11 +75,11 @@ void Unit::reduce(double scale, GradientConsumer* consumer, int64_t step) {
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
     auto& parameter = parameters_[p];
     sources.clear();
-    for (int r = 0; r < layout_.ranks(); ++r) {
-      const auto* gradient = static_cast<const std::byte*>(exchange_->gradient(Rank(r), p));
+    for (int r = 0; r < communicator_.size(); ++r) {
+      const void* gradient = exchange_->gradient(Rank(r), p);
       if (gradient == nullptr) continue;
-      sources.push_back(gradient + parameter.owned.begin * layout_.element_size());
-      if (r != communicator_.rank().value) reduced_bytes += parameter.owned.size() * layout_.element_size();
+      sources.push_back(gradient);
+      if (r != communicator_.rank().value) reduced_bytes += count_of(parameter.summed) * layout_.element_size();
     }
     if (sources.empty()) {  // no rank used it: it has no gradient, which is not the same as zero
       if (consumer != nullptr && parameter.shard.grad().defined()) consume_sum(p, *consumer, step);  // of earlier rounds
@@ -88,43 +88,50 @@ void Unit::reduce(double scale, GradientConsumer* consumer, int64_t step) {
     parameter.has_gradient = true;
     reduce_parameter(p, {sources, element_of(working_type_)}, scale, consumer, step);
   }
-  if (!all_reduced()) return exchange_->finish(round_);
-  for (ParameterIndex p = 0; p < parameters_.size(); ++p)
-    exchange_->offer_sum(p, parameters_[p].sum.defined() ? parameters_[p].sum.const_data_ptr() : nullptr);
+  if (gradients_sharded() || !division_.shares_sums()) return exchange_->finish(round_);
+  offer_sums();
   exchange_->post_sums(round_);
 }
 
 void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double scale, GradientConsumer* consumer,
                             int64_t step) {
   auto& parameter = parameters_[p];
-  const bool accumulate = parameter.shard.grad().defined();
+  const bool accumulate = parameter.shard.grad().defined() || parameter.partial;
   if (!gradients_sharded()) prepare_sum(p, accumulate);
-  const Interval owned = parameter.owned;
-  // Ranks with a replicated optimizer need each other's sums too. All must use the same: where sums are rounded, the rounded
-  // one.
-  const bool leave_sum = all_reduced() && layout_.ranks() > 1;
-  if (consumer != nullptr && !accumulate && !(leave_sum && gradient_type_ != master_type_)) {
-    if (!owned.empty()) parameter.squares = consumer->consume(piece_of(p, owned, from, scale, step, leave_sum)).squares;
-    return;
+  // Where several ranks update the same elements, they need each other's sums. All must use the same: where sums are rounded,
+  // the rounded one.
+  const bool leave_sum = division_.shares_sums();
+  const bool consume_now = consumer != nullptr && !accumulate && !(leave_sum && gradient_type_ != master_type_);
+  parameter.squares = 0;
+  std::vector<const void*> sources(from.sources.size());
+  for (const Run& run : parameter.summed) {
+    for (size_t i = 0; i < sources.size(); ++i)
+      sources[i] = static_cast<const std::byte*>(from.sources[i]) + run.begin * layout_.element_size();
+    const SumSources here{sources, from.element};
+    parameter.squares +=
+        consume_now ? consumer->consume(piece_of(p, run, here, scale, step, leave_sum)).squares
+                    : sum_sources(here, scale, accumulate, reduced_at(p, run), element_of(gradient_type_), run.count).squares;
   }
-  if (!owned.empty())
-    parameter.squares =
-        sum_sources(from, scale, accumulate, reduced_at(p, owned.begin), element_of(gradient_type_), owned.size()).squares;
-  if (consumer != nullptr) consume_sum(p, *consumer, step);
-  if (consumer == nullptr && !all_reduced()) show_gradient(p);
+  if (consume_now) return;
+  if (consumer != nullptr)
+    consume_sum(p, *consumer, step);
+  else if (!division_.shares_sums())
+    show_gradient(p);
+  else
+    parameter.partial = gradients_sharded();
 }
 
 void Unit::consume_sum(ParameterIndex p, GradientConsumer& consumer, int64_t step) {
-  const Interval owned = parameters_[p].owned;
-  if (owned.empty()) return;
-  const void* sum = reduced_at(p, owned.begin);
-  consumer.consume(piece_of(p, owned, {{&sum, 1}, element_of(gradient_type_)}, 1.0, step));
+  for (const Run& run : parameters_[p].summed) {
+    const void* sum = reduced_at(p, run);
+    consumer.consume(piece_of(p, run, {{&sum, 1}, element_of(gradient_type_)}, 1.0, step));
+  }
 }
 
 void Unit::prepare_sum(ParameterIndex p, bool accumulate) {
   auto& parameter = parameters_[p];
   if (accumulate && parameter.sum.defined()) return;
-  // The sum of the owned part takes the place of this rank's own gradient, which nobody else reads there.
+  // The sum of this rank's part takes the place of its own gradient, which nobody else reads there.
   parameter.sum = parameter.lent;
   if (parameter.sum.defined()) return;
   parameter.sum = at::from_blob(staging_area_.get() + layout_.offset(p).value * layout_.element_size(),
@@ -132,96 +139,129 @@ void Unit::prepare_sum(ParameterIndex p, bool accumulate) {
   staged_ = std::max(staged_, staging_ += Bytes(static_cast<int64_t>(parameter.sum.nbytes())));
 }
 
-std::byte* Unit::reduced_at(ParameterIndex p, int64_t element) const {
-  if (!gradients_sharded()) return static_cast<std::byte*>(parameters_[p].sum.data_ptr()) + element * gradient_size_;
-  const int64_t first = layout_.chunk_of(communicator_.rank()).begin;
-  return gradient_.get() + (layout_.offset(p).value + element - first) * gradient_size_;
+std::byte* Unit::reduced(ParameterIndex p) const {
+  if (gradients_sharded()) return gradient_.get();
+  const at::Tensor& sum = parameters_[p].sum;
+  return sum.defined() ? static_cast<std::byte*>(sum.data_ptr()) : nullptr;
 }
 
-GradientPiece Unit::piece_of(ParameterIndex p, Interval part, const SumSources& from, double scale, int64_t step,
+GradientPiece Unit::piece_of(ParameterIndex p, const Run& run, const SumSources& from, double scale, int64_t step,
                              bool leave_sum) const {
-  const int64_t first = layout_.offset(p).value + part.begin;
   const bool separate = master_.data() != nullptr;
   return {.unit = index_,
           .parameter = static_cast<uint32_t>(p),
-          .state_begin = first - updated_.begin,
-          .count = part.size(),
+          .state_begin = run.local,
+          .count = run.count,
           .step = step,
           .gradients = from,
           .scale = scale,
-          .master = master_at(first),
+          .master = master_at(p, run),
           .master_element = element_of(master_type_),
-          .working = separate ? working_at(first) : nullptr,
+          .working = separate ? working_at(p, run) : nullptr,
           .working_element = element_of(working_type_),
-          .sum = leave_sum ? reduced_at(p, part.begin) : nullptr,
+          .sum = leave_sum ? reduced_at(p, run) : nullptr,
           .sum_element = element_of(gradient_type_)};
+}
+
+// This rank's part of the reduced gradient, in the shape of the shard.
+at::Tensor Unit::reduced_shard(ParameterIndex p) const {
+  const auto& parameter = parameters_[p];
+  const Run first = parameter.updated.empty() ? Run{0, 0, 0} : parameter.updated.front();
+  if (!gradients_sharded() && parameter.updated.size() < 2)
+    return parameter.sum.view(-1).narrow(0, first.begin, first.count).view(parameter.shard.sizes());
+  if (gradients_sharded())
+    return at::from_blob(reduced_at(p, first), parameter.shard.sizes(), at::TensorOptions().dtype(gradient_type_));
+  at::Tensor packed = at::empty(parameter.shard.sizes(), at::TensorOptions().dtype(gradient_type_));
+  auto* to = static_cast<std::byte*>(packed.data_ptr());
+  for (const Run& run : parameter.updated)
+    std::memcpy(to + (run.local - first.local) * gradient_size_, reduced_at(p, run),
+                static_cast<size_t>(run.count * gradient_size_));
+  return packed;
 }
 
 void Unit::show_gradient(ParameterIndex p) {
   const at::NoGradGuard no_grad;
   auto& parameter = parameters_[p];
-  if (parameter.shard.grad().defined() && gradient_type_ == master_type_) return;  // it already is this memory
-  at::Tensor gradient;
-  if (gradients_sharded())
-    gradient = at::from_blob(parameter.owned.empty() ? gradient_.get() : reduced_at(p, parameter.owned.begin),
-                             {parameter.owned.size()}, at::TensorOptions().dtype(gradient_type_));
-  else
-    gradient = parameter.sum.view(-1).narrow(0, parameter.updated.begin, parameter.updated.size());
+  const bool in_place = gradients_sharded() || parameter.updated.size() < 2;
+  if (in_place && parameter.shard.grad().defined() && gradient_type_ == master_type_) return;  // it already is this memory
   // Detached: torch::optim's zero_grad refuses gradients that are views for autograd.
-  parameter.shard.mutable_grad() = gradient.view(parameter.shard.sizes()).to(master_type_).detach();
+  parameter.shard.mutable_grad() = reduced_shard(p).to(master_type_).detach();
+}
+
+template <class Action>
+void Unit::for_each_sum_of_peers(ParameterIndex p, const Action& action) {
+  const Rank me = communicator_.rank();
+  for (int r = 0; r < communicator_.size(); ++r) {
+    if (Rank(r) == me || division_.optimizer_part(Rank(r)) != division_.optimizer_part(me)) continue;
+    for (const Run& run : division_.summed(layout_, p, Rank(r))) {
+      reduced_bytes += run.count * gradient_size_;
+      action(run, static_cast<const std::byte*>(exchange_->sum(Rank(r), p)) + reduced_distance(run));
+    }
+  }
 }
 
 std::chrono::nanoseconds Unit::gather_sums(GradientConsumer* consumer, double scale, int64_t step) {
-  if (!all_reduced()) return {};
+  if (!division_.shares_sums()) return {};
   const auto spent = exchange_->wait_sums(round_, name_, step);
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
     if (!parameters_[p].has_gradient) continue;
-    for (int r = 0; r < layout_.ranks(); ++r) {
-      const Interval part = layout_.owned(p, Rank(r));
-      if (r == communicator_.rank().value || part.empty()) continue;
-      const void* sum = static_cast<const std::byte*>(exchange_->sum(Rank(r), p)) + part.begin * gradient_size_;
-      reduced_bytes += part.size() * gradient_size_;
+    for_each_sum_of_peers(p, [&](const Run& run, const void* sum) {
       if (consumer != nullptr)
-        consumer->consume(piece_of(p, part, {{&sum, 1}, element_of(gradient_type_)}, scale, step));
+        consumer->consume(piece_of(p, run, {{&sum, 1}, element_of(gradient_type_)}, scale, step));
       else
-        std::memcpy(reduced_at(p, part.begin), sum, static_cast<size_t>(part.size() * gradient_size_));
-    }
+        std::memcpy(reduced_at(p, run), sum, static_cast<size_t>(run.count * gradient_size_));
+    });
     if (consumer == nullptr) show_gradient(p);
   }
   exchange_->finish(round_);
   return spent;
 }
 
+void Unit::offer_sums() {
+  for (ParameterIndex p = 0; p < parameters_.size(); ++p)
+    exchange_->offer_sum(p, parameters_[p].has_gradient ? reduced(p) : nullptr);
+}
+
+void Unit::take_sums() {
+  for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
+    if (!parameters_[p].has_gradient) continue;
+    for_each_sum_of_peers(p, [&](const Run& run, const void* sum) {
+      std::memcpy(reduced_at(p, run), sum, static_cast<size_t>(run.count * gradient_size_));
+    });
+    parameters_[p].partial = false;
+    show_gradient(p);
+  }
+}
+
 void Unit::consume_reduced(GradientConsumer& consumer, double scale, int64_t step) {
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
-    const Interval part = parameters_[p].updated;
-    if (!parameters_[p].has_gradient || part.empty()) continue;
-    const void* sum = reduced_at(p, part.begin);
-    consumer.consume(piece_of(p, part, {{&sum, 1}, element_of(gradient_type_)}, scale, step));
+    if (!parameters_[p].has_gradient) continue;
+    for (const Run& run : parameters_[p].updated) {
+      const void* sum = reduced_at(p, run);
+      consumer.consume(piece_of(p, run, {{&sum, 1}, element_of(gradient_type_)}, scale, step));
+    }
   }
 }
 
 int64_t Unit::reduced_offset(ParameterIndex p) const {
   if (!parameters_[p].has_gradient && !parameters_[p].shard.grad().defined()) return 0;
-  return communicator_.offset_of(reduced_at(p, parameters_[p].owned.begin));
+  return communicator_.offset_of(reduced(p));
 }
 
 at::Tensor Unit::read_gradient(ParameterIndex p, const std::vector<int64_t>& offsets) const {
   if (offsets[static_cast<size_t>(communicator_.rank().value)] == 0) return {};
   at::Tensor whole = at::empty(parameters_[p].tensor.sizes(), at::TensorOptions().dtype(gradient_type_));
-  for (int r = 0; r < layout_.ranks(); ++r) {
-    const Interval part = layout_.owned(p, Rank(r));
-    if (part.empty()) continue;
-    communicator_.read_peer(Rank(r), offsets[static_cast<size_t>(r)],
-                            static_cast<std::byte*>(whole.data_ptr()) + part.begin * gradient_size_,
-                            Bytes(part.size() * gradient_size_));
-  }
+  auto* to = static_cast<std::byte*>(whole.data_ptr());
+  for (int r = 0; r < communicator_.size(); ++r)
+    for (const Run& run : division_.summed(layout_, p, Rank(r)))
+      communicator_.read_peer(Rank(r), offsets[static_cast<size_t>(r)] + reduced_distance(run),
+                              to + run.begin * gradient_size_, Bytes(run.count * gradient_size_));
   return whole;
 }
 
 bool Unit::take_back() {
   if (round_ == 0) return true;
-  for (int r = 0; r < layout_.ranks(); ++r)
+  for (int r = 0; r < communicator_.size(); ++r)
     if (!exchange_->finished(Rank(r), round_)) return false;
   for (auto& parameter : parameters_) parameter.lent = at::Tensor();
   lent = Bytes{};
@@ -237,6 +277,7 @@ bool Unit::any_gradient() const {
 void Unit::forget_gradients() {
   for (auto& parameter : parameters_) {
     parameter.has_gradient = false;
+    parameter.partial = false;
     parameter.squares = 0;
     if (!parameter.shard.grad().defined()) parameter.sum = at::Tensor();
   }

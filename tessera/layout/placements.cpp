@@ -25,6 +25,10 @@ Placements placements_named(const std::string& name) {
 std::string name_of(const Placements& placements) {
   for (const auto& [known, value] : kNamed)
     if (placements == value) return known;
+  if (!placements.shard_axis.empty() && placements == hybrid(placements.shard_axis, placements.replicate_axis,
+                                                             placements.optimizer_over_both))
+    return text("hybrid(", placements.shard_axis, ", ", placements.replicate_axis,
+                placements.optimizer_over_both ? ", optimizer over both)" : ")");
   return text("parameter=", word(placements.parameter), ", gradient=", word(placements.gradient),
               ", optimizer=", word(placements.optimizer));
 }
@@ -32,6 +36,9 @@ std::string name_of(const Placements& placements) {
 void check(const Placements& placements) {
   const bool follows = (placements.parameter == Placement::replicated || placements.gradient == Placement::sharded) &&
                        (placements.gradient == Placement::replicated || placements.optimizer == Placement::sharded);
+  if (placements.shard_axis.empty() != placements.replicate_axis.empty())
+    throw ConfigError(text("hybrid placement needs the names of both axes, but has '", placements.shard_axis, "' and '",
+                           placements.replicate_axis, "'"));
   if (!follows)
     throw ConfigError(
         text("the placement ", name_of(placements),
