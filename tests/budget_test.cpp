@@ -147,7 +147,8 @@ TEST(Budget, BytesByRoleAreTheFormulasPlusPadding) {
     ASSERT_EQ(sharded.parameter_count(), kParameters);
     const auto psi = static_cast<double>(kParameters), padding = static_cast<double>(padding_of(sharded));
     ASSERT_GT(padding, 0);
-    const auto& [parameter, gradient, optimizer] = setting.placements;
+    const auto &parameter = setting.placements.parameter, &gradient = setting.placements.gradient,
+               &optimizer = setting.placements.optimizer;
     const double working = static_cast<double>(setting.element()),
                  moments_and_master = setting.working == torch::kBFloat16 ? 12 : 8;
     const StateBytes bytes = sharded.state_bytes(AdamW::kBytesPerElement);

@@ -33,7 +33,7 @@ TORCH_MODULE(Tied);
 TEST(Cases, B16TiedWeightsStayTied) {
   for_every_placement([](const World& world, const Placements& placements) {
     Tied net;
-    auto sharded = fully_shard(net, Mesh(world), {.placements = placements, .units = named({"e", "b", "output"})});
+    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"e", "b", "output"})});
     const auto tokens = torch::arange(8);
     auto loss = torch::nn::functional::cross_entropy(net(tokens), tokens + 1);
     loss.backward();
@@ -64,7 +64,7 @@ TORCH_MODULE(Borrowed);
 TEST(Cases, B19ParameterUsedOutsideItsModule) {
   for_every_placement([](const World& world, const Placements& placements) {
     Borrowed net;
-    auto sharded = fully_shard(net, Mesh(world), {.placements = placements, .units = named({"l"})});
+    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"l"})});
     auto loss = (net(input_rows(0, 0, 8, 6)) - target_rows(0, 0, 8, 3)).pow(2).mean();
     loss.backward();
     EXPECT_NEAR(loss.item<double>(), 0.531706065809, 1e-6);
@@ -90,7 +90,7 @@ TEST(Cases, B20AModuleUsedTwice) {
   for_every_placement([](const World& world, const Placements& placements) {
     for (const bool again : {false, true}) {
       Twice net;
-      auto sharded = fully_shard(net, Mesh(world), {.placements = placements, .units = named({"inner"})});
+      auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"inner"})});
       const auto x = input_rows(0, 0, 8, 6);
       auto loss = ((again ? recompute(net, x) : net(x)) - target_rows(0, 0, 8, 3)).pow(2).mean();
       loss.backward();
@@ -104,7 +104,7 @@ TEST(Cases, B20AModuleUsedTwice) {
 TEST(Cases, B20TwoForwardsBeforeOneBackward) {
   for_every_placement([](const World& world, const Placements& placements) {
     auto net = common_net();
-    auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
+    auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
     (net_s_loss(net, world, 0) + net_s_loss(net, world, 1)).backward();
     EXPECT_NEAR(sharded.grad_norm(), 1.53316870714, 2e-6);
     expect_all_sharded(sharded);
@@ -114,7 +114,7 @@ TEST(Cases, B20TwoForwardsBeforeOneBackward) {
 TEST(Cases, B20TwoRecomputedForwardsBeforeOneBackward) {
   for_every_placement([](const World& world, const Placements& placements) {
     auto net = common_net();
-    auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
+    auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
     const auto loss = [&](int64_t s) {
       return recompute([&, s](const torch::Tensor& factor) { return net_s_loss(net, world, s) * factor; }, torch::ones({}));
     };

@@ -15,7 +15,7 @@ TEST(Cases, NetSWithSgd) {
   for_every_placement(
       [](const World& world, const Placements& placements) {
         auto net = common_net();
-        auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
+        auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
         torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
         expect_sgd_steps(net, sharded, optimizer, world);
       },
@@ -27,7 +27,7 @@ TEST(Cases, NetSInDoubleIsExact) {
     NetS net;
     net->to(torch::kDouble);
     set_common_values(*net);
-    auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
+    auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
     torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
     expect_sgd_steps(net, sharded, optimizer, world, 1e-11);  // as many digits as the numbers have
   });
@@ -37,7 +37,7 @@ TEST(Cases, NetSWithAdamW) {
   for_every_placement([](const World& world, const Placements& placements) {
     for (const bool fused : {false, true}) {
       auto net = common_net();
-      auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
+      auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
       AdamW optimizer(sharded, {.lr = 0.05, .weight_decay = 0.01, .fused_reduction = fused});
       const double losses[] = {0.573100111651, 0.450210164873, 0.380128057020},
                    norms[] = {0.741135127809, 0.575792391337, 0.498418342716};
@@ -72,7 +72,7 @@ TEST(Cases, B01RanksUseDifferentHalvesOfAUnit) {
   for_every_placement(
       [](const World& world, const Placements& placements) {
         Pair pair;
-        auto sharded = fully_shard(pair, Mesh(world), {.placements = placements});
+        auto sharded = fully_shard(pair, mesh_for(world, placements), {.placements = placements});
         const auto x = torch::full({2, 4}, world.rank.value + 1.0);
         auto loss = (world.rank.value == 0 ? pair->a(x) : pair->b(x)).pow(2).mean();
         loss.backward();
@@ -91,7 +91,7 @@ TEST(Cases, B02UnusedParameterHasNoGradient) {
     for (const bool fused : {false, true}) {
       Pair pair;
       const auto before = pair->b->weight.detach().clone();
-      auto sharded = fully_shard(pair, Mesh(world), {.placements = placements});
+      auto sharded = fully_shard(pair, mesh_for(world, placements), {.placements = placements});
       AdamW optimizer(sharded, {.lr = 0.1, .weight_decay = 0.1, .fused_reduction = fused});
       for (int step = 0; step < 3; ++step) {
         pair->a(torch::ones({2, 4})).pow(2).mean().backward();
@@ -125,7 +125,7 @@ TEST(Cases, B03ARankSkipsAUnit) {
   for_every_placement(
       [](const World& world, const Placements& placements) {
         Skipping net, plain;
-        auto sharded = fully_shard(net, Mesh(world), {.placements = placements, .units = named({"e0", "e1"})});
+        auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"e0", "e1"})});
         const auto x = torch::ones({2, 4});
         net(x, world.rank.value == 1).pow(2).mean().backward();
         ((plain(x, false).pow(2).mean() + plain(x, true).pow(2).mean()) / 2).backward();
@@ -139,7 +139,7 @@ TEST(Cases, B03ARankSkipsAUnit) {
 TEST(Cases, B04OptimizerBuiltAfterAForward) {
   for_every_placement([](const World& world, const Placements& placements) {
     auto net = common_net();
-    auto sharded = fully_shard(net, Mesh(world), {.placements = placements});
+    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements});
     net(input_rows(0, 0, 8, 6));
     torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
     expect_sgd_steps(net, sharded, optimizer, world);
@@ -150,7 +150,7 @@ TEST(Cases, B05OptimizerOfThePlainParametersIsAnError) {
   for_every_placement([](const World& world, const Placements& placements) {
     auto net = common_net();
     torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
-    auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
+    auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
     net_s_loss(net, world, 0).backward();
     optimizer.step();
     optimizer.zero_grad();
@@ -166,7 +166,7 @@ TEST(Cases, B05OptimizerOfThePlainParametersIsAnError) {
 TEST(Cases, B06WritesToParametersAreKept) {
   for_every_placement([](const World& world, const Placements& placements) {
     auto net = common_net();
-    auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
+    auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
     net(input_rows(0, 0, 8, 6));
     {
       const torch::NoGradGuard no_grad;
@@ -181,7 +181,7 @@ TEST(Cases, B06WritesToParametersAreKept) {
 TEST(Cases, B06WritesThatAreNotIdempotentCountOnce) {
   for_every_placement([](const World& world, const Placements& placements) {
     auto net = common_net(), plain = common_net();
-    auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
+    auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
     const torch::NoGradGuard no_grad;
     for (auto& parameter : net->parameters()) parameter.mul_(3);
     const auto whole = sharded.full_parameters();
@@ -194,7 +194,7 @@ TEST(Cases, B07RanksUseUnitsInDifferentOrder) {
   for_every_placement(
       [](const World& world, const Placements& placements) {
         Pair pair(false), plain(false);
-        auto sharded = fully_shard(pair, Mesh(world), {.placements = placements, .units = named({"a", "b"})});
+        auto sharded = fully_shard(pair, mesh_for(world, placements), {.placements = placements, .units = named({"a", "b"})});
         const auto run = [](Pair& net, int rank) {
           return rank == 0 ? net->b(net->a(torch::eye(4))) : net->a(net->b(torch::eye(4)));
         };
@@ -218,13 +218,13 @@ TEST(Cases, B08DifferentInitialValues) {
         NetS net;
         auto options = net_s_options(placements);
         try {
-          fully_shard(net, Mesh(world), options);
+          fully_shard(net, mesh_for(world, placements), options);
           FAIL() << "a silent patchwork";
         } catch (const AgreementError& error) {
           EXPECT_NE(std::string(error.what()).find("first.weight"), std::string::npos) << error.what();
         }
         options.initial = Initial::broadcast;
-        auto sharded = fully_shard(net, Mesh(world), options);
+        auto sharded = fully_shard(net, mesh_for(world, placements), options);
         const auto expected = first->named_parameters();
         for (const auto& [name, value] : sharded.full_parameters()) EXPECT_TRUE(torch::equal(value, expected[name])) << name;
       },
@@ -234,7 +234,7 @@ TEST(Cases, B08DifferentInitialValues) {
 TEST(Cases, B09ClippingIsThatOfTheWholeModel) {
   for_every_placement([](const World& world, const Placements& placements) {
     auto net = common_net();
-    auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
+    auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
     torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
     const double losses[] = {0.573100111651, 0.575291733895, 0.575656615675},
                  norms[] = {0.741135127809, 0.791104313745, 0.831108184395};
@@ -259,7 +259,7 @@ TEST(Cases, B10NonFiniteInputOnOneRank) {
           auto net = common_net();
           auto options = net_s_options(placements);
           options.non_finite = policy;
-          auto sharded = fully_shard(net, Mesh(world), options);
+          auto sharded = fully_shard(net, mesh_for(world, placements), options);
           AdamW optimizer(sharded, {.lr = 0.05});
           net_s_loss(net, world, 0).backward();
           optimizer.step();
@@ -295,7 +295,7 @@ TEST(Cases, B12MicroBatches) {
   for_every_placement([](const World& world, const Placements& placements) {
     for (const bool last_only : {false, true}) {
       auto net = common_net();
-      auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
+      auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
       for (int s = 0; s < 4; ++s) {
         if (s < 3 || !last_only) {
           const auto scope = sharded.accumulating();
@@ -326,7 +326,7 @@ TEST(Cases, B13ReplicasStayEqual) {
 TEST(Cases, B17InferenceBetweenSteps) {
   for_every_placement([](const World& world, const Placements& placements) {
     auto net = common_net();
-    auto sharded = fully_shard(net, Mesh(world), net_s_options(placements));
+    auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
     {
       const c10::InferenceMode inference;
       net(input_rows(0, 0, 8, 6));

@@ -100,6 +100,7 @@ struct Variant {
   Placements placements;
   bool fused = false;
   Precision precision = {};
+  LayoutKind layout = flat();
 };
 const Precision kBf16 = {.working = torch::kBFloat16, .gradient = {}};
 
@@ -110,8 +111,11 @@ Outcome sharded(int ranks, const Variant& variant) {
     std::vector<std::string> order;
     for (const auto& item : model->named_parameters()) order.push_back(item.key());
     auto sharded = fully_shard(
-        model, Mesh(world),
-        {.placements = variant.placements, .units = units_of<models::LlamaBlockImpl>(), .precision = variant.precision});
+        model, mesh_for(world, variant.placements),
+        {.placements = variant.placements,
+         .units = units_of<models::LlamaBlockImpl>(),
+         .layouts = {{"*", variant.layout}},
+         .precision = variant.precision});
     auto options = kAdamW;
     options.fused_reduction = variant.fused;
     AdamW optimizer(sharded, options);
@@ -150,7 +154,7 @@ TEST_P(ParityLlama, EveryPlacementIsTheUnshardedRunAndBitEqualToTheOthers) {
   const Outcome plain = unsharded(ranks), first = sharded(ranks, {ddp()});
   EXPECT_LT(plain.loss(kSteps - 1), plain.loss(0) - 0.5) << "nothing was learnt that could differ";
   expect_equal_to_unsharded(first, plain);
-  for (const auto& placements : {ddp(), zero1(), zero2(), zero3()})
+  for (const auto& placements : every_placement())
     for (const bool fused : {false, true}) {
       SCOPED_TRACE(text(name_of(placements), fused ? ", fused" : "", " on ", ranks, " ranks"));
       const Outcome run = sharded(ranks, {placements, fused});
@@ -160,10 +164,22 @@ TEST_P(ParityLlama, EveryPlacementIsTheUnshardedRunAndBitEqualToTheOthers) {
     }
 }
 
+TEST_P(ParityLlama, EveryLayoutHasTheSameBits) {
+  const int ranks = GetParam();
+  const Outcome first = sharded(ranks, {zero3()});
+  for (const auto& placements : {zero1(), zero3(), hybrid("shard", "replicate", true)})
+    for (const auto& layout : {per_parameter(), per_parameter(1), block(100), whole_parameters()}) {
+      SCOPED_TRACE(text(name_of(placements), ", ", name_of(layout), " on ", ranks, " ranks"));
+      const Outcome run = sharded(ranks, {placements, ranks > 2, {}, layout});
+      for (int rank = 0; rank < ranks; ++rank) EXPECT_TRUE(run.same_bits(rank, first)) << "rank " << rank;
+      if (HasFailure()) return;
+    }
+}
+
 TEST_P(ParityLlama, Bf16WorkingParametersAreCloseToFp32AndTheSameOnAllRanks) {
   const int ranks = GetParam();
   const Outcome floats = sharded(ranks, {zero3()}), first = sharded(ranks, {ddp(), false, kBf16});
-  for (const auto& placements : {ddp(), zero1(), zero2(), zero3()})
+  for (const auto& placements : every_placement())
     for (const bool fused : {false, true}) {
       SCOPED_TRACE(text(name_of(placements), fused ? ", fused" : "", " on ", ranks, " ranks"));
       const Outcome run = sharded(ranks, {placements, fused, kBf16});

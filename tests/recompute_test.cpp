@@ -82,7 +82,7 @@ Tensor loss_of(const Forward& forward, Stack& net, const Tensor& x) {
 void expect_as_unsharded(const Forward& forward) {
   for_every_placement([&](const World& world, const Placements& placements) {
     Stack net, alone;
-    auto sharded = fully_shard(net, Mesh(world), {.placements = placements, .units = units_of<DroppingImpl>()});
+    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = units_of<DroppingImpl>()});
     torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1)),
         other(alone->parameters(), torch::optim::SGDOptions(0.1));
     for (int step = 0; step < 3; ++step) {

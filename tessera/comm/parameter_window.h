@@ -10,22 +10,22 @@
 
 namespace tessera {
 
-/// Who reads which copy of a unit's parameters, and what this rank fetches into its copy.
+/// Who reads which copy of a unit's parameters, and what has to be fetched into this rank's copy.
 struct WindowPlan {
   struct Piece {
     Rank owner;  ///< of another copy
     int64_t begin, bytes;
   };
   int copies = 1;
-  std::vector<int> copy_of;  ///< by rank
-  bool fetches = false;      ///< do ranks fetch pieces at all
-  std::vector<Piece> pieces;
+  std::vector<int> copy_of;                 ///< by rank
+  std::vector<std::vector<Piece>> fetches;  ///< in as many parts as ranks share a copy, or none if nothing is ever fetched
+  int first = 0;                            ///< the part that this rank fetches first
 };
 
 /// One unit's parameters: a buffer of which each rank owns a part, in one copy or several. Owners publish a new version of
 /// their part as an epoch; a reader waits for the epoch it needs from every owner. One-sided: a rank that never reads hangs
-/// nobody, but the ranks that share a copy and fetch into it together. An owner may write epoch e + 1 only when every rank
-/// is done reading epoch e, which is the caller's to know.
+/// nobody. Ranks that share a copy divide what must be fetched into it among those that are there. An owner may write epoch
+/// e + 1 only when every rank is done reading epoch e, which is the caller's to know.
 class ParameterWindow {
  public:
   virtual ~ParameterWindow() = default;

@@ -13,6 +13,10 @@ SharedWindow::SharedWindow(const std::shared_ptr<Segment>& segment, const std::s
       control_(segment, Bytes(static_cast<int64_t>(sizeof(Published)) * segment->ranks()), label + " epochs"),
       memory_(segment, Bytes(stride_ * plan_.copies), label + " parameters") {}
 
+SharedWindow::Published& SharedWindow::part_of_copy(size_t part) const {
+  return published()[static_cast<size_t>(copy_index(segment_->rank())) * plan_.fetches.size() + part];
+}
+
 void SharedWindow::publish(uint32_t epoch) {
   published()[segment_->rank().value].epoch.store(epoch, std::memory_order_release);
   segment_->pulse();
@@ -20,21 +24,38 @@ void SharedWindow::publish(uint32_t epoch) {
 
 std::chrono::nanoseconds SharedWindow::gather(uint32_t epoch, std::string_view unit, int64_t step) {
   const Operation operation{"the gather", unit, step};
-  const auto reached = [&](const std::atomic<uint32_t>& counter) { return counter.load(std::memory_order_acquire) >= epoch; };
-  const auto written = [&](Rank r) { return reached(published()[r.value].epoch); };
-  if (!plan_.fetches) return segment_->wait(operation, [&](Rank r) { return !shares_copy(r) || written(r); });
-  std::chrono::nanoseconds spent{};
-  if (held_ != epoch) {
-    spent = segment_->wait(operation, written);
-    const auto start = std::chrono::steady_clock::now();
-    for (const auto& piece : plan_.pieces)
+  const auto written = [&](Rank r) { return published()[r.value].epoch.load(std::memory_order_acquire) >= epoch; };
+  if (!plan_.fetches.empty()) return fetch(epoch, operation);
+  return segment_->wait(operation, [&](Rank r) { return !shares_copy(r) || written(r); });
+}
+
+std::chrono::nanoseconds SharedWindow::fetch(uint32_t epoch, const Operation& operation) {
+  const auto fetched = [&](size_t part) { return part_of_copy(part).fetched.load(std::memory_order_acquire) >= epoch; };
+  const size_t parts = plan_.fetches.size();
+  size_t done = 0;
+  while (done < parts && fetched(done)) ++done;
+  if (done == parts) return {};
+  auto spent = segment_->wait(
+      operation, [&](Rank r) { return published()[r.value].epoch.load(std::memory_order_acquire) >= epoch; });
+  const auto start = std::chrono::steady_clock::now();
+  const uint64_t claim = uint64_t{epoch} << 32 | static_cast<uint32_t>(segment_->rank().value);
+  for (size_t i = 0; i < parts; ++i) {
+    const size_t part = (static_cast<size_t>(plan_.first) + i) % parts;
+    auto& here = part_of_copy(part);
+    uint64_t before = here.claimed.load(std::memory_order_acquire);
+    if (before >> 32 >= epoch || !here.claimed.compare_exchange_strong(before, claim)) continue;
+    for (const auto& piece : plan_.fetches[part])
       std::memcpy(data() + piece.begin, copy_of(piece.owner) + piece.begin, static_cast<size_t>(piece.bytes));
-    held_ = epoch;
-    published()[segment_->rank().value].fetched.store(epoch, std::memory_order_release);
+    here.fetched.store(epoch, std::memory_order_release);
     segment_->pulse();
-    spent += std::chrono::steady_clock::now() - start;
   }
-  return spent + segment_->wait(operation, [&](Rank r) { return !shares_copy(r) || reached(published()[r.value].fetched); });
+  spent += std::chrono::steady_clock::now() - start;
+  // What others have claimed they are about to finish.
+  return spent + segment_->wait(operation, [&](Rank r) {
+    for (size_t part = 0; part < parts; ++part)
+      if (!fetched(part) && (part_of_copy(part).claimed.load() & 0xffffffffU) == static_cast<uint32_t>(r.value)) return false;
+    return true;
+  });
 }
 
 }  // namespace tessera

@@ -21,9 +21,12 @@ class SharedWindow final : public ParameterWindow {
 
  private:
   struct alignas(64) Published {
-    std::atomic<uint32_t> epoch;    // of the rank's own part
-    std::atomic<uint32_t> fetched;  // of the pieces that the rank fetches into its copy
+    std::atomic<uint32_t> epoch;    // by rank: of its own part
+    std::atomic<uint32_t> fetched;  // by copy and part: of what was fetched there
+    std::atomic<uint64_t> claimed;  // by copy and part: epoch << 32 | the rank that fetches
   };
+  std::chrono::nanoseconds fetch(uint32_t epoch, const Operation& operation);
+  Published& part_of_copy(size_t part) const;
   int copy_index(Rank rank) const { return plan_.copy_of[static_cast<size_t>(rank.value)]; }
   std::byte* copy_of(Rank rank) const { return memory_.data() + copy_index(rank) * stride_; }
   bool shares_copy(Rank rank) const { return copy_index(rank) == copy_index(segment_->rank()); }
@@ -35,7 +38,6 @@ class SharedWindow final : public ParameterWindow {
   int64_t stride_;  ///< bytes from one copy to the next
   SharedBlock control_;
   SharedBlock memory_;
-  uint32_t held_ = 0;  ///< epoch of the pieces that this rank has fetched
 };
 
 }  // namespace tessera

@@ -63,18 +63,18 @@ Unit::Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Di
 
 WindowPlan Unit::window_plan() const {
   const Rank me = communicator_.rank();
-  WindowPlan plan{.copies = division_.copies(), .copy_of = {}, .fetches = division_.copies_exchange(), .pieces = {}};
+  WindowPlan plan{.copies = division_.copies(), .copy_of = {}, .fetches = {}, .first = division_.parameter_part(me)};
   for (int r = 0; r < division_.ranks(); ++r) plan.copy_of.push_back(division_.copy(Rank(r)));
-  if (!plan.fetches) return plan;
-  // Each rank of a copy fetches the pieces of its own part of the parameters.
+  if (!division_.copies_exchange()) return plan;
+  plan.fetches.resize(static_cast<size_t>(division_.parameter_parts()));
   for (int r = 0; r < division_.ranks(); ++r) {
     const Rank owner(r);
-    if (division_.copy(owner) == division_.copy(me) || division_.parameter_part(owner) != division_.parameter_part(me))
-      continue;
+    if (division_.copy(owner) == division_.copy(me)) continue;
+    auto& pieces = plan.fetches[static_cast<size_t>(division_.parameter_part(owner))];
     for (ParameterIndex p = 0; p < parameters_.size(); ++p)
       for (const Run& run : division_.updated(layout_, p, owner))
-        plan.pieces.push_back({owner, (layout_.offset(p).value + run.begin) * layout_.element_size(),
-                               run.count * layout_.element_size()});
+        pieces.push_back({owner, (layout_.offset(p).value + run.begin) * layout_.element_size(),
+                          run.count * layout_.element_size()});
   }
   return plan;
 }

@@ -35,8 +35,18 @@ Sums sums_of(const Sharded& sharded) {
   return sums;
 }
 
+Mesh mesh_for(const World& world, const Placements& placements) {
+  if (placements.shard_axis.empty()) return Mesh(world);
+  const int replicas = world.size % 2 == 0 ? 2 : 1;
+  return {world, {{placements.replicate_axis, replicas}, {placements.shard_axis, world.size / replicas}}};
+}
+
+std::vector<Placements> every_placement() {
+  return {ddp(), zero1(), zero2(), zero3(), hybrid("shard", "replicate"), hybrid("shard", "replicate", true)};
+}
+
 void for_every_placement(const std::function<void(World, const Placements&)>& body, std::initializer_list<int> ranks) {
-  for (const auto& placements : {ddp(), zero1(), zero2(), zero3()})
+  for (const auto& placements : every_placement())
     for (const int count : ranks) {
       SCOPED_TRACE(name_of(placements) + " on " + std::to_string(count) + " ranks");
       on_ranks(count, [&](World world) { body(world, placements); });

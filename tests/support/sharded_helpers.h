@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "tessera/tessera.h"
 
@@ -22,7 +23,14 @@ struct Sums {
 /// Σ and Σ|·| over all parameters, in double.
 Sums sums_of(const Sharded& sharded);
 
-/// Runs `body` in forked ranks for each placement and each number of ranks.
+/// A mesh that suits `placements`: for hybrid ones with their two axes (of 2 ranks 2 × 1, of 4 ranks 2 × 2, of an odd number
+/// 1 × all), else one axis.
+Mesh mesh_for(const World& world, const Placements& placements);
+
+/// ddp, zero1, zero2, zero3, and hybrid with its optimizer over one axis and over both.
+std::vector<Placements> every_placement();
+
+/// Runs `body` in forked ranks for each placement and each number of ranks; use mesh_for.
 void for_every_placement(const std::function<void(World, const Placements&)>& body,
                          std::initializer_list<int> ranks = {1, 2, 4});
 
