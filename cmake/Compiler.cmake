@@ -35,20 +35,6 @@ if(TESSERA_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   endif()
 endif()
 
-include(CheckLinkerFlag)
-foreach(linker mold lld)
-  check_linker_flag(CXX -fuse-ld=${linker} TESSERA_HAVE_${linker})
-  if(TESSERA_HAVE_${linker})
-    add_link_options(-fuse-ld=${linker})
-    if(linker STREQUAL "mold")
-      # mold 1.10 (Debian 12) can begin the read-only-after-relocation segment within a page that is not mapped, and such a program
-      # does not start: "cannot apply additional memory protection after relocation".
-      add_link_options(LINKER:-z,norelro)
-    endif()
-    break()
-  endif()
-endforeach()
-
 # tessera_library(name sources...): a static library. One without sources is an archive without members.
 function(tessera_library name)
   set(sources ${ARGN})

@@ -15,7 +15,7 @@ headers=(nlohmann-json3-dev:nlohmann/json.hpp libcli11-dev:CLI/CLI.hpp libtomlpl
          libgtest-dev:gtest/gtest.h libbenchmark-dev:benchmark/benchmark.h libhwy-dev:hwy/highway.h
          libxxhash-dev:xxhash.h libsentencepiece-dev:sentencepiece_processor.h)
 # Only make it faster.
-helpful=(ccache:ccache mold:mold)
+helpful=(ccache:ccache)
 
 if [[ "${1:-}" == --lint ]]; then commands+=(clang-format:clang-format clang-tidy:clang-tidy); fi
 
@@ -64,7 +64,6 @@ install_packages() {
   mapfile -t needed < <(missing_commands "${commands[@]}"; missing_headers "${headers[@]}"; missing_for_libtorch)
   if [[ $(id -u) == 0 ]] || [[ ${#needed[@]} -gt 0 ]]; then
     mapfile -t wished < <(missing_commands "${helpful[@]}")
-    if command -v ld.lld > /dev/null; then wished=("${wished[@]/mold/}"); fi
   fi
   # shellcheck disable=SC2206  # an entry that became empty must vanish
   local all=(${needed[@]} ${wished[@]})

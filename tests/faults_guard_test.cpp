@@ -26,7 +26,7 @@ World alone() { return {.run = "alone"}; }
 TEST(Guard, ReadingAShardedParametersMemoryIsAnError) {
   for_every_placement([](const World& world, const Placements& placements) {
     Stack net;
-    auto sharded = fully_shard(net, Mesh(world), stack_options(placements));
+    auto sharded = fully_shard(net, mesh_for(world, placements), stack_options(placements));
     const Tensor weight = net->layers[1]->weight;
     const auto expect_guarded = [&](auto&& read) {
       expect_words(refusal<c10::Error>(read), {"unit 'b1'", "Sharded::full_parameters()"});
@@ -58,7 +58,7 @@ TEST(Guard, ReadingAShardedParametersMemoryIsAnError) {
 TEST(Guard, OperatorsOnAParameterAreRight) {
   for_every_placement([](const World& world, const Placements& placements) {
     Stack net, plain;
-    auto sharded = fully_shard(net, Mesh(world), stack_options(placements));
+    auto sharded = fully_shard(net, mesh_for(world, placements), stack_options(placements));
     const torch::NoGradGuard no_grad;
     for (size_t i = 0; i < net->layers.size(); ++i) {
       const Tensor &mine = net->layers[i]->weight, &wanted = plain->layers[i]->weight;
@@ -78,7 +78,7 @@ TEST(Guard, WritesToShardsReachTheParameters) {
       plain->to(type);
       auto options = stack_options(placements);
       options.precision.working = type;
-      auto sharded = fully_shard(net, Mesh(world), options);
+      auto sharded = fully_shard(net, mesh_for(world, placements), options);
       const torch::NoGradGuard no_grad;
       for (auto& shard : sharded.parameters()) shard.mul_(2);
       const auto wanted = plain->named_parameters();
@@ -212,7 +212,7 @@ TEST(Guard, WhatAFusedOptimizerCannotDo) {
   for_every_placement(
       [](const World& world, const Placements& placements) {
         Stack net;
-        auto sharded = fully_shard(net, Mesh(world), stack_options(placements));
+        auto sharded = fully_shard(net, mesh_for(world, placements), stack_options(placements));
         AdamW optimizer(sharded, {.fused_reduction = true});
         stack_loss(net, world.rank.value).backward();
         expect_words(refusal<ConfigError>([&] { sharded.clip_grad_norm(1.0); }), {"norm", "fused_reduction"});
@@ -266,7 +266,7 @@ TEST(Guard, GradientsThatNoOptimizerUsed) {
   for_every_placement(
       [](const World& world, const Placements& placements) {
         Stack net;
-        auto sharded = fully_shard(net, Mesh(world), stack_options(placements));
+        auto sharded = fully_shard(net, mesh_for(world, placements), stack_options(placements));
         stack_loss(net, world.rank.value).backward();
         {
           const torch::NoGradGuard no_grad;

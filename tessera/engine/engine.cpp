@@ -166,8 +166,10 @@ void Engine::release(uint32_t index) {
 }
 
 void Engine::keep_edit(Unit& unit) {
-  // The owner's part of what was written becomes the parameter, once nobody reads the old one any more.
-  communicator_->barrier(text("write to unit '", unit.name(), "'"));
+  // The owner's part of what was written becomes the parameter, once nobody reads the old one any more. So all must have
+  // written the same.
+  agree_on_values(text("write to unit '", unit.name(), "'"), unit.hashes(),
+                  [&](size_t p) { return unit.parameters()[p].name; });
   unit.keep_edit();
   unit.publish_next_epoch();
 }
@@ -212,6 +214,7 @@ void Engine::enter_forward() {
 
 void Engine::begin_training_pass() {
   refuse_unconsumed();
+  refuse_replaced();
   release_all();  // what an evaluation left resident is not part of the iteration
   training_pass_ = true;
 }

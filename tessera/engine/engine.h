@@ -1,10 +1,12 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "tessera/engine/module_buffers.h"
 #include "tessera/engine/schedule.h"
 #include "tessera/engine/unit.h"
 
@@ -50,6 +52,10 @@ class Engine final : public AccessHandler {
   /// The optimizer whose `consume` gets the gradients. Without one, shards' .grad is set for any torch::optim optimizer.
   void attach(GradientConsumer* consumer);
 
+  /// The next backward's gradients of this rank count as those of `count` samples (or tokens) of `total`; see
+  /// Sharded::weight_by. Collective if `total` is 0.
+  double weight_by(double count, double total);
+
   /// Backwards until `end_accumulating` are not the last of their step.
   void begin_accumulating() { ++accumulating_; }
   void end_accumulating() { --accumulating_; }
@@ -66,8 +72,23 @@ class Engine final : public AccessHandler {
   void release_all();
   /// Publishes what an outside optimizer wrote to the shards, if that is still to be done.
   void settle();
+  /// New values for parameters, whole and the same on all ranks. Collective.
+  struct NewValues {
+    uint32_t unit;
+    ParameterIndex parameter;
+    at::Tensor values;
+  };
+  void write(const std::vector<NewValues>& all);
+  /// Takes over the values of parameters that were replaced since they were sharded. Collective.
+  void adopt();
+  /// Throws GuardError naming the first parameter that was replaced.
+  void refuse_replaced() const;
+
   /// Reduced gradients of all parameters, full shape, in order of units; undefined where no rank had one (collective).
   std::vector<at::Tensor> full_gradients();
+
+  /// Keeps `buffers` the same on all ranks from now on: at the end of each step.
+  void keep_equal(std::unique_ptr<ModuleBuffers> buffers) { buffers_ = std::move(buffers); }
 
   /// While on: notes the first operator with a parameter whose result is not finite, as "operator of unit '…'".
   void watch_non_finite(bool on);
@@ -78,7 +99,9 @@ class Engine final : public AccessHandler {
  private:
   Unit& unit_of(const Access& access) { return *units_[access.what->unit]; }
   bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
-  bool keeps_local_gradients() const { return accumulating_ > 0 && !gradients_sharded(); }
+  // Without an optimizer of our own nobody would tell when the last micro-batch was: each is reduced.
+  bool keeps_local_gradients() const { return accumulating_ > 0 && !gradients_sharded() && consumer_ != nullptr; }
+  void refuse_gradients_in_module() const;
   bool updates_in_backward() const;
 
   void enter_forward();
@@ -102,6 +125,8 @@ class Engine final : public AccessHandler {
   void reduce_oldest();
   void reduce_replicated(GradientConsumer* consumer);
   void take_back_lent();
+  void agree_on_values(const std::string& label, const std::vector<uint64_t>& hashes,
+                       const std::function<std::string(size_t)>& name);
   void share_sums();
   void make_reduced();
   void synchronise();
@@ -116,6 +141,7 @@ class Engine final : public AccessHandler {
   NonFinite non_finite_;
   double scale_;  // of the ranks' summed gradients
   std::vector<std::unique_ptr<Unit>> units_;
+  std::unique_ptr<ModuleBuffers> buffers_;
   GradientConsumer* consumer_ = nullptr;
 
   Phase phase_ = Phase::idle;
@@ -138,6 +164,7 @@ class Engine final : public AccessHandler {
   bool unconsumed_ = false;         // gradients wait for a step
   bool departed_ = false;           // said once that an iteration departed from the schedule
   double clip_ = 1.0;
+  double weight_ = 1.0;  // of this rank's gradients in the coming backward
   bool watching_ = false;
   std::string first_non_finite_;
   Traffic traffic_;

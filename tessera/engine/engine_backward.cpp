@@ -20,10 +20,14 @@ void Engine::on_gradient(uint32_t index, ParameterIndex p) {
   go_on_after_nested_backward();
   if (phase_ != Phase::backward) enter_backward();
   arrivals_ = true;
-  if (keeps_local_gradients()) return;  // autograd goes on adding to it
   Unit& unit = *units_[index];
+  if (unit.replaced(p)) refuse_replaced();
+  if (keeps_local_gradients()) {  // autograd goes on adding to it, unless each part has a weight of its own
+    if (weight_ != 1) unit.take_gradient(p, weight_);
+    return;
+  }
   if (unit.complete) start_another_round(index, p);
-  unit.take_gradient(p);
+  unit.take_gradient(p, weight_);
   // What is used again later is handed over at the end of backward, so that there is one round of it a backward.
   if (unit.arrivals == unit.expected && !unit.touched_after_complete && gradients_sharded()) post(index);
   serve_peers();
@@ -56,7 +60,7 @@ void Engine::post(uint32_t index) {
 
 void Engine::sweep_gradients(Unit& unit) {
   for (ParameterIndex p = 0; p < unit.parameters().size(); ++p)
-    if (!unit.parameters()[p].arrived && unit.parameters()[p].tensor.grad().defined()) unit.take_gradient(p);
+    if (!unit.parameters()[p].arrived && unit.parameters()[p].tensor.grad().defined()) unit.take_gradient(p, 1.0);
 }
 
 void Engine::post_rest() {
@@ -116,6 +120,7 @@ void Engine::end_backward() {
   // gradient of that, or before whatever follows it.
   nested_ended_ = inside_node();
   if (nested_ended_) return;
+  weight_ = 1.0;
   if (arrivals_) ++backwards_;
   if (keeps_local_gradients()) {
     local_pending_ = true;
@@ -134,7 +139,7 @@ void Engine::synchronise() {
     while (!to_reduce_.empty()) reduce_oldest();
     take_back_lent();
     sums_pending_ = division_.shares_sums();
-    if (accumulating_ == 0) share_sums();
+    if (accumulating_ == 0 || consumer_ == nullptr) share_sums();
   } else if (consumer_ != nullptr) {
     reduction_pending_ = true;
   } else {
@@ -163,6 +168,9 @@ void Engine::reduce_replicated(GradientConsumer* consumer) {
   }
   for (const uint32_t index : indices)
     timed([&] { traffic_.reduce_wait += units_[index]->gather_sums(consumer, 1.0, step_); });
+  // Whoever sees the gradients may write to them, so the peers must have read them.
+  for (const uint32_t index : indices)
+    if (consumer == nullptr) traffic_.reduce_wait += units_[index]->wait_finished(step_);
   to_reduce_.clear();
   reduction_pending_ = false;
   take_back_lent();

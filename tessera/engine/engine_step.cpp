@@ -82,6 +82,7 @@ bool Engine::run_step() {
   if (phase_ == Phase::backward)
     throw GuardError("the optimizer's step was called inside backward; call it when backward has returned");
   release_all();
+  refuse_replaced();
   if (rounds_ == 0 || local_pending_) synchronise();
   share_sums();
   if (reduction_pending_) {
@@ -91,7 +92,9 @@ bool Engine::run_step() {
       communicator_->barrier(text("optimizer step ", step_, " begins"));
     reduce_replicated(fused ? consumer_ : nullptr);
   }
+  refuse_gradients_in_module();
   const bool applied = agree_on_step();
+  if (buffers_) buffers_->synchronise(*communicator_);
   phase_ = Phase::stepping;
   const auto start = std::chrono::steady_clock::now();
   for (const auto& unit : units_)
@@ -101,6 +104,16 @@ bool Engine::run_step() {
   return applied;
 }
 
+// What is put there after the ranks' gradients were taken would be ignored.
+void Engine::refuse_gradients_in_module() const {
+  for (const auto& unit : units_)
+    for (const auto& parameter : unit->parameters())
+      if (parameter.tensor.grad().defined())
+        throw GuardError(text("the .grad of the module's own parameter '", parameter.name, "' was set after backward (step ",
+                              step_, "), where no optimizer looks; change the .grad of Sharded::parameters() instead, or use "
+                              "Sharded::clip_grad_norm"));
+}
+
 void Engine::begin_outside_step() {
   if (phase_ == Phase::backward)
     throw GuardError(
@@ -108,10 +121,13 @@ void Engine::begin_outside_step() {
   release_all();
   if (consumer_ != nullptr && reduction_pending_) reduce_replicated(nullptr);
   share_sums();
+  refuse_replaced();
+  refuse_gradients_in_module();
   if (!agree_on_step())
     throw GuardError(text("step ", step_,
                           " must be skipped because of a gradient that is not finite, but a torch::optim optimizer can't be "
                           "told; use tessera::AdamW with non_finite = skip"));
+  if (buffers_) buffers_->synchronise(*communicator_);
   phase_ = Phase::stepping;
 }
 
@@ -142,6 +158,11 @@ void Engine::finish_step(bool applied) {
 
 void Engine::zero_grad() {
   settle();
+  for (const auto& unit : units_)
+    if (unit->updated)
+      throw GuardError(text("the gradients of step ", step_, " can't be dropped: with fused_reduction they have already "
+                            "updated unit '", unit->name(), "'. Call the optimizer's step first, or construct it without "
+                            "fused_reduction"));
   for (const uint32_t index : to_reduce_) {  // handed over, but nobody wants them any more
     units_[index]->drop_round();
     to_return_.push_back(index);
@@ -163,6 +184,15 @@ void Engine::zero_grad() {
   take_back_lent();
 }
 
+double Engine::weight_by(double count, double total) {
+  if (!(count >= 0 && std::isfinite(count) && total >= 0 && std::isfinite(total)))
+    throw ConfigError(text("weight_by needs counts that are not negative, but got ", count, " of ", total));
+  if (total == 0)
+    for (const auto& theirs : communicator_->all_gather("counts of samples", packed(count))) total += unpacked<double>(theirs);
+  if (total == 0) throw ConfigError("weight_by: no rank has any sample, so there is nothing to weight by");
+  return weight_ = count * communicator_->size() / total;
+}
+
 double Engine::clip_gradient_norm(double max_norm) {
   if (consumer_ != nullptr && consumer_->fuses_reduction())
     throw ConfigError(
@@ -177,8 +207,10 @@ double Engine::clip_gradient_norm(double max_norm) {
   for (const auto& theirs : communicator_->all_gather("gradient norm", packed(mine))) squares += unpacked<double>(theirs);
   const double norm = std::sqrt(squares);
   const double coefficient = std::isinf(max_norm) ? 1.0 : std::min(1.0, max_norm / (norm + 1e-6));
+  for (const auto& unit : units_)
+    for (auto& parameter : unit->parameters()) parameter.squares *= coefficient * coefficient;
   if (consumer_ != nullptr) {
-    clip_ = coefficient;
+    clip_ *= coefficient;
   } else if (coefficient < 1.0) {
     const at::NoGradGuard no_grad;
     for (const auto& unit : units_)
@@ -186,32 +218,6 @@ double Engine::clip_gradient_norm(double max_norm) {
         if (parameter.shard.grad().defined()) parameter.shard.mutable_grad().mul_(coefficient);
   }
   return norm;
-}
-
-std::vector<at::Tensor> Engine::full_gradients() {
-  if (consumer_ != nullptr && consumer_->fuses_reduction() && gradients_sharded())
-    throw ConfigError(
-        "gradients are not kept when the optimizer takes them as they are reduced; construct it without fused_reduction");
-  settle();
-  make_reduced();
-  std::vector<int64_t> offsets;
-  for (const auto& unit : units_)
-    for (ParameterIndex p = 0; p < unit->parameters().size(); ++p) offsets.push_back(unit->reduced_offset(p));
-  const auto everyones = communicator_->all_gather(
-      "full gradients", std::string(reinterpret_cast<const char*>(offsets.data()), offsets.size() * sizeof(int64_t)));
-  std::vector<at::Tensor> gradients;
-  size_t index = 0;
-  for (const auto& unit : units_)
-    for (ParameterIndex p = 0; p < unit->parameters().size(); ++p, ++index) {
-      std::vector<int64_t> theirs;
-      for (const auto& bytes : everyones)
-        theirs.push_back(unpacked<int64_t>(bytes.substr(index * sizeof(int64_t), sizeof(int64_t))));
-      at::Tensor gradient = unit->read_gradient(p, theirs);
-      if (gradient.defined() && consumer_ != nullptr && clip_ != 1.0) gradient.mul_(clip_);
-      gradients.push_back(std::move(gradient));
-    }
-  communicator_->barrier("full gradients are read");
-  return gradients;
 }
 
 }  // namespace tessera

@@ -153,10 +153,24 @@ std::string words_for(const ShardOptions& options, const Mesh& mesh) {
   for (const auto& axis : mesh.axes()) axes += text(axes.empty() ? "" : " x ", axis.name, " ", axis.size);
   for (const auto& choice : options.layouts) layouts += text(", layout of '", choice.pattern, "' ", name_of(choice.layout));
   return text("placement ", name_of(options.placements), " on the mesh ", axes, layouts, ", working type ", type(options.precision.working),
-              ", gradient type ", type(options.precision.gradient),
+              ", gradient type ", type(options.precision.gradient), ", type of buffers ", type(options.precision.buffers),
+              options.buffers == Buffers::average     ? ", buffers averaged"
+              : options.buffers == Buffers::broadcast ? ", buffers broadcast"
+                                                      : ", buffers local",
               ", gradients divided by ", options.gradient_divisor.value_or(0),
               options.initial == Initial::verify ? ", values verified" : ", values broadcast",
               options.non_finite == NonFinite::stop ? ", stop" : ", skip");
+}
+
+std::unique_ptr<ModuleBuffers> buffers_of(const torch::nn::Module& module, const ShardOptions& options) {
+  std::vector<std::pair<std::string, at::Tensor>> buffers;
+  for (const auto& item : module.named_buffers()) {
+    at::Tensor buffer = item.value();
+    if (const auto type = options.precision.buffers; type && buffer.defined() && buffer.is_floating_point())
+      buffer.set_data(buffer.to(*type));
+    buffers.emplace_back(item.key(), buffer);
+  }
+  return std::make_unique<ModuleBuffers>(std::move(buffers), options.buffers);
 }
 
 }  // namespace
@@ -196,6 +210,9 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
       std::make_shared<Engine>(communicator, options.placements, division, options.precision, options.non_finite,
                                          options.gradient_divisor.value_or(communicator->size()),
                                          std::move(units));
+  auto buffers = buffers_of(module, options);
+  buffers->agree(*communicator, options.initial == Initial::verify);
+  if (!buffers->empty()) engine->keep_equal(std::move(buffers));
   arena->arena().trim();
   return {std::move(engine), std::move(arena)};
 }
@@ -217,6 +234,7 @@ std::vector<std::pair<std::string, at::Tensor>> Sharded::named_parameters() cons
 }
 
 std::vector<std::pair<std::string, at::Tensor>> Sharded::full_parameters() const {
+  engine_->refuse_replaced();
   const at::NoGradGuard no_grad;
   std::vector<std::pair<std::string, at::Tensor>> whole;
   for (const auto& unit : engine_->units())
@@ -231,6 +249,31 @@ std::vector<std::pair<std::string, at::Tensor>> Sharded::full_gradients() const 
   for (const auto& unit : engine_->units())
     for (const auto& parameter : unit->parameters()) named.emplace_back(parameter.name, std::move(gradients[index++]));
   return named;
+}
+
+void Sharded::load_parameters(const std::vector<std::pair<std::string, at::Tensor>>& values, bool strict) {
+  std::map<std::string, at::Tensor> given(values.begin(), values.end());
+  std::vector<Engine::NewValues> all;
+  std::string faults;
+  const auto& units = engine_->units();
+  for (uint32_t u = 0; u < units.size(); ++u)
+    for (ParameterIndex p = 0; p < units[u]->parameters().size(); ++p) {
+      const std::string& name = units[u]->parameters()[p].name;
+      const auto found = given.find(name);
+      if (found == given.end()) {
+        if (strict) faults += text("; '", name, "' is missing");
+        continue;
+      }
+      if (found->second.sizes() != units[u]->shape(p))
+        faults += text("; '", name, "' has the shape ", c10::str(found->second.sizes()), ", wanted ",
+                       c10::str(c10::IntArrayRef(units[u]->shape(p))));
+      all.push_back({u, p, found->second});
+      given.erase(found);
+    }
+  for (const auto& [name, value] : given)
+    if (strict) faults += text("; '", name, "' is no parameter of the sharded model");
+  if (!faults.empty()) throw ConfigError("parameters can't be loaded: " + faults.substr(2));
+  engine_->write(all);
 }
 
 StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {

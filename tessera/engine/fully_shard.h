@@ -50,6 +50,7 @@ struct ShardOptions {
   std::vector<std::string> ignored = {};
   Precision precision = {};
   Initial initial = Initial::verify;
+  Buffers buffers = Buffers::average;
   NonFinite non_finite = NonFinite::stop;
   /// What the sum of the ranks' gradients is divided by; default: the number of ranks, so that gradients are means.
   std::optional<double> gradient_divisor = {};
@@ -69,8 +70,9 @@ class Sharded {
   Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena);
 
   /// This rank's parts of the master parameters, in a fixed order that is the same on all ranks: 1-D unless the part is the
-  /// whole parameter; empty where this rank owns nothing. After backward their .grad is the mean over ranks. For any
-  /// torch::optim optimizer.
+  /// whole parameter; empty where this rank owns nothing. After backward their .grad is the mean over ranks. For any optimizer
+  /// that treats elements one by one, as all of torch::optim do but LBFGS; what combines elements over ranks, such as a norm,
+  /// must not be computed from one rank's shards: use clip_grad_norm.
   std::vector<at::Tensor> parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
 
@@ -80,6 +82,13 @@ class Sharded {
   double grad_norm() { return engine_->clip_gradient_norm(std::numeric_limits<double>::infinity()); }
 
   void zero_grad() { engine_->zero_grad(); }
+
+  /// For ranks with different numbers of samples (or tokens) whose losses are means over their own: the next backward's
+  /// gradients become the mean over all samples, instead of the mean of the ranks' means. `count`: this rank's samples.
+  /// `total`: those of all ranks, and of all micro-batches of the step; 0 means one micro-batch, and sums the ranks' counts
+  /// (then collective). Returns this rank's factor, count · ranks / total: the mean over ranks of factor · loss is the loss
+  /// over all samples.
+  double weight_by(double count, double total = 0) { return engine_->weight_by(count, total); }
 
   /// While the result lives, a backward is not the last of its step: gradients add up (in the shards where gradients are
   /// sharded, else on each rank, unreduced), and the next forward may follow without an optimizer step.
@@ -99,6 +108,15 @@ class Sharded {
   /// where no rank had one). The latter is collective. O(model) memory.
   std::vector<std::pair<std::string, at::Tensor>> full_parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
+
+  /// Replaces whole parameters by name; the same values on all ranks, of any floating type, of which the master parameters
+  /// keep all digits. `strict`: throws ConfigError listing all names that are missing, unknown, or of another shape; otherwise
+  /// missing ones keep their values. Nothing is written when it throws. Collective.
+  void load_parameters(const std::vector<std::pair<std::string, at::Tensor>>& values, bool strict = true);
+
+  /// After torch::load into the module, or whatever else gave parameters other memory (set_data): takes over their values,
+  /// which must be the same on all ranks. Collective.
+  void adopt() { engine_->adopt(); }
 
   /// Detaches all units; what operators wrote to parameters is kept (then collective).
   void release() { engine_->release_all(); }

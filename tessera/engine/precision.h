@@ -15,6 +15,8 @@ struct Precision {
   std::optional<c10::ScalarType> working = {};
   /// Of the reduced gradient; default: the working type. Sums are formed in fp32 in any case.
   std::optional<c10::ScalarType> gradient = {};
+  /// What floating-point buffers of the module are converted to; default: they stay as they are.
+  std::optional<c10::ScalarType> buffers = {};
 };
 
 /// The element type of a floating-point tensor. Throws ConfigError for a type that gradients can't have.

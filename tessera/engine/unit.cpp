@@ -8,6 +8,7 @@
 #include "tessera/base/check.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/engine/hash.h"
 
 namespace tessera {
 namespace {
@@ -93,6 +94,7 @@ void Unit::lay_out(UnitSpec& spec) {
   if (scattered || master_type_ != working_type_) master_ = PrivateBuffer(Bytes(state_size_ * master_size_), "master parameters");
   exchange_ = communicator_.gradient_exchange(name_, spec.parameters.size());
   staging_area_ = communicator_.peer_readable(name_ + " staging", whole);
+  if (!gradients_sharded()) sums_area_ = communicator_.peer_readable(name_ + " sums", whole);
   if (gradients_sharded()) {
     const Numel largest = layout_.largest_shard(division_.optimizer_parts());
     gradient_ = communicator_.peer_readable(name_ + " gradient shard", Bytes(largest.value * gradient_size_));
@@ -101,17 +103,36 @@ void Unit::lay_out(UnitSpec& spec) {
 }
 
 void Unit::write_initial_values(const UnitSpec& spec) {
-  const at::NoGradGuard no_grad;
-  for (ParameterIndex p = 0; p < spec.parameters.size(); ++p) {
-    const at::Tensor values = spec.parameters[p].tensor.detach().contiguous().view(-1);
-    // Of a copy that several ranks share, each writes its part.
-    for (const Run& run : division_.held(layout_, p, communicator_.rank()))
-      wrap(working_at(p, run), run.count, working_type_).copy_(values.narrow(0, run.begin, run.count));
-    if (master_.data() == nullptr) continue;
-    for (const Run& run : parameters_[p].updated)
-      wrap(master_at(p, run), run.count, master_type_).copy_(values.narrow(0, run.begin, run.count));
-  }
+  for (ParameterIndex p = 0; p < spec.parameters.size(); ++p) write_values(p, spec.parameters[p].tensor);
   publish_expected_epoch();
+}
+
+void Unit::write_values(ParameterIndex p, const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor flat = values.detach().contiguous().view(-1);
+  // Of a copy that several ranks share, each writes its part.
+  for (const Run& run : division_.held(layout_, p, communicator_.rank()))
+    wrap(working_at(p, run), run.count, working_type_).copy_(flat.narrow(0, run.begin, run.count));
+  if (master_.data() == nullptr) return;
+  for (const Run& run : parameters_[p].updated)
+    wrap(master_at(p, run), run.count, master_type_).copy_(flat.narrow(0, run.begin, run.count));
+}
+
+bool Unit::replaced(ParameterIndex p) const { return GuardedStorage::owner_of(parameters_[p].tensor) != &observed_; }
+
+void Unit::take_back_tensor(ParameterIndex p) {
+  auto& tensor = parameters_[p].tensor;
+  tensor.set_data(storage_->view(tensor.sizes(), layout_.offset(p).value, working_type_));
+}
+
+std::vector<uint64_t> Unit::hashes() const {
+  const std::byte* first = edit_.data() != nullptr ? edit_.data() : working_;
+  std::vector<uint64_t> all;
+  for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
+    const int64_t size = layout_.element_size();
+    all.push_back(hash_of_bytes(first + layout_.offset(p).value * size, layout_.numel(p).value * size));
+  }
+  return all;
 }
 
 void Unit::make_shards(UnitSpec& spec) {
@@ -130,7 +151,7 @@ void Unit::make_shards(UnitSpec& spec) {
     parameter.memory->attach(master_at(p, first));
     parameter.shard = parameter.memory->view(layout_.shard_shape(p, part, parts), 0, master_type_);
     parameter.shard.set_requires_grad(parameter.tensor.requires_grad());
-    parameter.tensor.set_data(storage_->view(parameter.tensor.sizes(), layout_.offset(p).value, working_type_));
+    take_back_tensor(p);
   }
 }
 

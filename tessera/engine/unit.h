@@ -64,6 +64,7 @@ class Unit {
   const std::string& name() const { return name_; }
   const Layout& layout() const { return layout_; }
   c10::ScalarType working_type() const { return working_type_; }
+  const std::vector<int64_t>& shape(ParameterIndex p) const { return layout_.shape(p); }  ///< of the whole parameter
   std::vector<UnitParameter>& parameters() { return parameters_; }
   const std::vector<UnitParameter>& parameters() const { return parameters_; }
   bool trainable() const { return count_trainable() > 0; }  ///< has a parameter that requires a gradient now
@@ -90,10 +91,17 @@ class Unit {
   /// Rounds the master shard into the working parameters, if they are of different types.
   void write_working_from_master();
   void write_master_from_working();
+  /// This rank's part of new values for parameter `p` (its shape, any floating type). To be called when nobody reads.
+  void write_values(ParameterIndex p, const at::Tensor& values);
+  /// Was the module's tensor given other memory (set_data, as torch::load and Module::to do) since it was sharded?
+  bool replaced(ParameterIndex p) const;
+  void take_back_tensor(ParameterIndex p);  ///< lets a replaced tensor view this unit's memory again
+  /// Hashes of the parameters as they are here now, by parameter; for a resident unit.
+  std::vector<uint64_t> hashes() const;
 
   // Gradients.
-  /// Takes parameter `p`'s gradient out of the module's tensor into memory that peers can read.
-  void take_gradient(ParameterIndex p);
+  /// Takes parameter `p`'s gradient, times `weight`, out of the module's tensor into memory that peers can read.
+  void take_gradient(ParameterIndex p, double weight);
   /// Hands the taken gradients to the peers.
   void post();
   bool posted_by_all() const;
@@ -116,6 +124,7 @@ class Unit {
   void drop_round() { exchange_->finish(round_); }  ///< this rank reads nothing of the posted round
   /// Lends no more, if all peers are done. Returns whether nothing is lent.
   bool take_back();
+  std::chrono::nanoseconds wait_finished(int64_t step);
   void forget_gradients();  ///< the step is over
   bool any_gradient() const;
 
@@ -145,6 +154,7 @@ class Unit {
   void make_shards(UnitSpec& spec);
   WindowPlan window_plan() const;
   at::Tensor readable_by_peers(const at::Tensor& gradient, ParameterIndex p);
+  void keep_staged_sum(ParameterIndex p);
   std::byte* working_at(int64_t element) const { return working_ + element * layout_.element_size(); }
   std::byte* working_at(ParameterIndex p, const Run& run) const { return working_at(layout_.offset(p).value + run.begin); }
   std::byte* master_at(ParameterIndex p, const Run& run) const;
@@ -185,6 +195,7 @@ class Unit {
   PrivateBuffer edit_;
   std::shared_ptr<std::byte> gradient_;      // the packed gradient shard, if gradients are sharded
   std::shared_ptr<std::byte> staging_area_;  // for gradients that did not grow where peers can read; as laid out
+  std::shared_ptr<std::byte> sums_area_;     // for sums of those to which further backwards add
   Bytes staging_, staged_;                   // copied there in this round, and the most of any round
   std::unique_ptr<GradientExchange> exchange_;
   std::unique_ptr<GuardedStorage> storage_;

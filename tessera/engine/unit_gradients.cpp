@@ -17,6 +17,7 @@ at::Tensor Unit::readable_by_peers(const at::Tensor& gradient, ParameterIndex p)
   if (!communicator_.peers_can_read(copy.const_data_ptr())) {
     // Small blocks, and all blocks when the arena is full, come from the system's allocator.
     if (round_ > 0) exchange_->wait_finished(round_, name_, 0);
+    keep_staged_sum(p);
     copy = at::from_blob(staging_area_.get() + layout_.offset(p).value * layout_.element_size(), gradient.sizes(),
                          gradient.options());
     staging_ += Bytes(static_cast<int64_t>(gradient.nbytes()));
@@ -24,7 +25,19 @@ at::Tensor Unit::readable_by_peers(const at::Tensor& gradient, ParameterIndex p)
   return copy.copy_(gradient);
 }
 
-void Unit::take_gradient(ParameterIndex p) {
+// A sum that further gradients are added to must not lie where they are staged.
+void Unit::keep_staged_sum(ParameterIndex p) {
+  auto& parameter = parameters_[p];
+  const int64_t at = layout_.offset(p).value * layout_.element_size();
+  if (!parameter.shard.grad().defined() || !parameter.sum.defined() || parameter.sum.data_ptr() != staging_area_.get() + at)
+    return;
+  parameter.sum = at::from_blob(sums_area_.get() + at, parameter.sum.sizes(), parameter.sum.options()).copy_(parameter.sum);
+  staged_ += Bytes(static_cast<int64_t>(parameter.sum.nbytes()));
+  parameter.shard.mutable_grad() = at::Tensor();
+  show_gradient(p);
+}
+
+void Unit::take_gradient(ParameterIndex p, double weight) {
   const at::NoGradGuard no_grad;
   auto& parameter = parameters_[p];
   at::Tensor gradient = std::move(parameter.tensor.mutable_grad());
@@ -32,6 +45,7 @@ void Unit::take_gradient(ParameterIndex p) {
   gradient = gradient.detach();
   if (gradient.is_sparse()) gradient = gradient.to_dense();
   gradient = gradient.to(working_type_).contiguous();
+  if (weight != 1) gradient = gradient * weight;
   if (parameter.taken.defined())  // backward reaches the parameter more than once, as recomputed parts do
     parameter.taken.add_(gradient);
   else
@@ -259,6 +273,8 @@ at::Tensor Unit::read_gradient(ParameterIndex p, const std::vector<int64_t>& off
   return whole;
 }
 
+std::chrono::nanoseconds Unit::wait_finished(int64_t step) { return exchange_->wait_finished(round_, name_, step); }
+
 bool Unit::take_back() {
   if (round_ == 0) return true;
   for (int r = 0; r < communicator_.size(); ++r)
@@ -276,10 +292,12 @@ bool Unit::any_gradient() const {
 
 void Unit::forget_gradients() {
   for (auto& parameter : parameters_) {
-    parameter.has_gradient = false;
+    // A gradient that was not set to zero or none stays, as in torch: the next backward adds to it.
+    parameter.has_gradient = parameter.shard.grad().defined();
     parameter.partial = false;
+    if (parameter.has_gradient) continue;
     parameter.squares = 0;
-    if (!parameter.shard.grad().defined()) parameter.sum = at::Tensor();
+    parameter.sum = at::Tensor();
   }
   shard_written = false;
   updated = false;

@@ -94,6 +94,7 @@ class Layout {
   /// Of the packed shard, the fraction that belongs to parameters; the padding of a flat layout counts evenly for all.
   double real_share(int part, int parts) const;
 
+  const std::vector<int64_t>& shape(ParameterIndex p) const { return shapes_[p]; }
   Numel numel(ParameterIndex p) const { return Numel(numel_of(p)); }
   Numel offset(ParameterIndex p) const { return Numel(offsets_[p]); }  ///< first element of `p` in the unit's buffer
   Numel total() const { return Numel(total_); }                        ///< elements of the unit's buffer, padding included

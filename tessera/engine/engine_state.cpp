@@ -1,0 +1,118 @@
+// The part of Engine that reads and writes whole parameters and gradients.
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/engine/engine.h"
+#include "tessera/engine/hash.h"
+
+namespace tessera {
+namespace {
+
+template <class T>
+std::string packed(const std::vector<T>& values) {
+  return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
+
+template <class T>
+std::vector<T> unpacked(const std::string& bytes) {
+  std::vector<T> values(bytes.size() / sizeof(T));
+  std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
+  return values;
+}
+
+}  // namespace
+
+void Engine::agree_on_values(const std::string& label, const std::vector<uint64_t>& hashes,
+                             const std::function<std::string(size_t)>& name) {
+  const auto everyones = communicator_->all_gather(label, packed(hashes));
+  const auto first = unpacked<uint64_t>(everyones[0]);
+  for (int r = 1; r < communicator_->size(); ++r) {
+    const auto theirs = unpacked<uint64_t>(everyones[static_cast<size_t>(r)]);
+    for (size_t i = 0; i < std::max(first.size(), theirs.size()); ++i)
+      if (i >= first.size() || i >= theirs.size() || first[i] != theirs[i])
+        throw AgreementError(text(label, ": the values of parameter '", i < hashes.size() ? name(i) : "?",
+                                  "' differ between ranks 0 and ", r,
+                                  "; all ranks must write the same (use one seed, or load the same file)"));
+  }
+}
+
+void Engine::refuse_replaced() const {
+  for (const auto& unit : units_)
+    for (ParameterIndex p = 0; p < unit->parameters().size(); ++p)
+      if (unit->replaced(p))
+        throw GuardError(text("parameter '", unit->parameters()[p].name, "' of unit '", unit->name(),
+                              "' was given other memory after sharding (set_data, torch::load and Module::to do that), which "
+                              "would never be trained. Call Sharded::adopt() on all ranks to take over the values, or copy "
+                              "into the parameter instead"));
+}
+
+void Engine::write(const std::vector<NewValues>& all) {
+  settle();
+  release_all();
+  std::vector<uint64_t> hashes;
+  for (const auto& each : all) {
+    const at::Tensor values = each.values.detach().contiguous();
+    hashes.push_back(hash_of_bytes(values.const_data_ptr(), static_cast<int64_t>(values.nbytes())));
+  }
+  const auto name = [&](size_t i) { return units_[all[i].unit]->parameters()[all[i].parameter].name; };
+  agree_on_values("new values of parameters", hashes, name);  // from here on nobody reads
+  std::vector<bool> written(units_.size(), false);
+  for (const auto& each : all) {
+    units_[each.unit]->write_values(each.parameter, each.values);
+    written[each.unit] = true;
+  }
+  for (size_t u = 0; u < units_.size(); ++u)
+    if (written[u]) units_[u]->publish_next_epoch();
+}
+
+void Engine::adopt() {
+  std::vector<NewValues> all;
+  for (uint32_t u = 0; u < units_.size(); ++u) {
+    Unit& unit = *units_[u];
+    for (ParameterIndex p = 0; p < unit.parameters().size(); ++p) {
+      if (!unit.replaced(p)) continue;
+      const auto& parameter = unit.parameters()[p];
+      const at::Tensor values = parameter.tensor.detach();
+      if (values.sizes() != unit.shape(p) || values.scalar_type() != unit.working_type())
+        throw ConfigError(text("parameter '", parameter.name, "' was replaced by ", c10::toString(values.scalar_type()), " ",
+                               c10::str(values.sizes()), ", but is ", c10::toString(unit.working_type()), " ",
+                               c10::str(c10::IntArrayRef(unit.shape(p))),
+                               "; shard the model anew for other shapes or types (precision.working chooses the type)"));
+      all.push_back({u, p, values.alias()});
+    }
+  }
+  for (const auto& each : all) units_[each.unit]->take_back_tensor(each.parameter);
+  write(all);
+}
+
+std::vector<at::Tensor> Engine::full_gradients() {
+  if (consumer_ != nullptr && consumer_->fuses_reduction() && gradients_sharded())
+    throw ConfigError(
+        "gradients are not kept when the optimizer takes them as they are reduced; construct it without fused_reduction");
+  settle();
+  make_reduced();
+  std::vector<int64_t> offsets;
+  for (const auto& unit : units_)
+    for (ParameterIndex p = 0; p < unit->parameters().size(); ++p) offsets.push_back(unit->reduced_offset(p));
+  std::vector<std::vector<int64_t>> everyones;
+  for (const auto& bytes : communicator_->all_gather("full gradients", packed(offsets)))
+    everyones.push_back(unpacked<int64_t>(bytes));
+  std::vector<at::Tensor> gradients;
+  size_t index = 0;
+  for (const auto& unit : units_)
+    for (ParameterIndex p = 0; p < unit->parameters().size(); ++p, ++index) {
+      std::vector<int64_t> theirs;
+      for (const auto& all : everyones) theirs.push_back(all[index]);
+      at::Tensor gradient = unit->read_gradient(p, theirs);
+      if (gradient.defined() && consumer_ != nullptr && clip_ != 1.0) gradient.mul_(clip_);
+      gradients.push_back(std::move(gradient));
+    }
+  communicator_->barrier("full gradients are read");
+  return gradients;
+}
+
+}  // namespace tessera

@@ -1,0 +1,10 @@
+#include "tessera/engine/hash.h"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+namespace tessera {
+
+uint64_t hash_of_bytes(const void* data, int64_t bytes) { return XXH3_64bits(data, static_cast<size_t>(bytes)); }
+
+}  // namespace tessera

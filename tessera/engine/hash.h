@@ -1,0 +1,10 @@
+#pragma once
+
+#include <cstdint>
+
+namespace tessera {
+
+/// A 64-bit hash (XXH3) of `bytes` bytes: for finding differences between ranks, not for security.
+uint64_t hash_of_bytes(const void* data, int64_t bytes);
+
+}  // namespace tessera

@@ -1,0 +1,209 @@
+// What training loops do with optimizers and gradients, against the same on the plain model.
+#include <gtest/gtest.h>
+
+#include "tests/support/cases.h"
+#include "tests/support/refusal.h"
+
+namespace tessera::test {
+namespace {
+
+using torch::Tensor;
+using torch::nn::Linear;
+
+constexpr int64_t kWidth = 1400;
+
+/// Gradients of the first weight are shared where they are born; those of the others are small and copied.
+struct WideImpl : torch::nn::Module {
+  WideImpl() : first(register_module("first", Linear(6, kWidth))), last(register_module("last", Linear(kWidth, 3))) {
+    set_common_values(*this);
+  }
+  Tensor forward(const Tensor& x) { return last(torch::tanh(first(x))); }
+  Linear first{nullptr}, last{nullptr};
+};
+TORCH_MODULE(Wide);
+
+Tensor loss_of(Wide& net, int64_t s) {
+  return (net(input_rows(s, 0, 8, 6, torch::kDouble)) - target_rows(s, 0, 8, 3, torch::kDouble)).pow(2).mean();
+}
+
+/// A model under training: either sharded or not.
+struct Training {
+  Wide net;
+  std::optional<Sharded> sharded;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+
+  std::vector<Tensor> parameters() { return sharded ? sharded->parameters() : net->parameters(); }
+  void backward(int64_t s, double factor = 1) { (loss_of(net, s) * factor).backward(); }
+  double clip(double norm) {
+    return sharded ? sharded->clip_grad_norm(norm) : torch::nn::utils::clip_grad_norm_(net->parameters(), norm);
+  }
+};
+using Body = std::function<void(Training&)>;
+
+/// Trains the same way with every placement and unsharded, and compares the parameters.
+void expect_as_unsharded(const Body& body) {
+  for_every_placement([&](const World& world, const Placements& placements) {
+    const auto fresh = [] {
+      Training training;
+      training.net->to(torch::kDouble);
+      return training;
+    };
+    Training training = fresh(), plain = fresh();
+    training.sharded =
+        fully_shard(training.net, mesh_for(world, placements), {.placements = placements, .units = named({"first"})});
+    for (Training* each : {&training, &plain}) {
+      each->optimizer = std::make_unique<torch::optim::SGD>(each->parameters(), torch::optim::SGDOptions(0.02).momentum(0.5));
+      body(*each);
+    }
+    auto expected = plain.net->named_parameters();
+    for (const auto& [name, value] : training.sharded->full_parameters())
+      EXPECT_LE((value - expected[name]).abs().max().item<double>(), 1e-12) << name;
+  });
+}
+
+TEST(OptimizerUse, GradientsThatAreSetToZero) {
+  expect_as_unsharded([](Training& training) {
+    for (int64_t s = 0; s < 4; ++s) {
+      training.backward(s);
+      training.optimizer->step();
+      training.optimizer->zero_grad(/*set_to_none=*/false);
+    }
+  });
+}
+
+TEST(OptimizerUse, GradientsThatAreNeverDropped) {
+  expect_as_unsharded([](Training& training) {
+    for (int64_t s = 0; s < 4; ++s) {
+      training.backward(s);
+      training.optimizer->step();
+    }
+  });
+}
+
+TEST(OptimizerUse, GradientsThatAreDroppedWithoutAStep) {
+  expect_as_unsharded([](Training& training) {
+    for (int64_t s = 0; s < 4; ++s) {
+      training.backward(s);
+      training.optimizer->zero_grad();
+      training.backward(s + 1);
+      training.optimizer->step();
+      training.optimizer->zero_grad();
+    }
+  });
+}
+
+TEST(OptimizerUse, GradientsThatAreChangedInPlace) {
+  expect_as_unsharded([](Training& training) {
+    for (int64_t s = 0; s < 30; ++s) {
+      training.backward(s);
+      for (auto& parameter : training.parameters())
+        if (parameter.grad().defined()) parameter.mutable_grad().mul_(0.5);
+      training.optimizer->step();
+      training.optimizer->zero_grad();
+    }
+  });
+}
+
+TEST(OptimizerUse, AllMicroBatchesHeld) {
+  expect_as_unsharded([](Training& training) {
+    for (int64_t s = 0; s < 3; ++s) {
+      for (int64_t micro = 0; micro < 3; ++micro) {
+        std::optional<Sharded::Accumulating> held;
+        if (training.sharded) held.emplace(training.sharded->engine());
+        training.backward(3 * s + micro, 1.0 / 3);
+      }
+      training.optimizer->step();
+      training.optimizer->zero_grad();
+    }
+  });
+}
+
+TEST(OptimizerUse, TwoBackwardsAddUp) {
+  expect_as_unsharded([](Training& training) {
+    auto first = loss_of(training.net, 0), second = loss_of(training.net, 1);
+    first.backward({}, /*retain_graph=*/true);
+    second.backward();
+    first.backward();
+    training.optimizer->step();
+  });
+}
+
+TEST(OptimizerUse, ClippedTwice) {
+  expect_as_unsharded([](Training& training) {
+    training.backward(0);
+    training.clip(0.5);
+    EXPECT_NEAR(training.clip(0.2), 0.5, 1e-5);
+    training.optimizer->step();
+  });
+}
+
+TEST(OptimizerUse, TwoStepsOnOneGradient) {
+  expect_as_unsharded([](Training& training) {
+    training.backward(0);
+    training.optimizer->step();
+    training.optimizer->step();
+  });
+}
+
+TEST(OptimizerUse, OurOptimizerDoesTheSame) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    Wide net, plain;
+    net->to(torch::kDouble);
+    plain->to(torch::kDouble);
+    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"first"})});
+    AdamW ours(sharded, {.lr = 0.01, .eps = 1e-3});
+    torch::optim::AdamW theirs(plain->parameters(), torch::optim::AdamWOptions(0.01).eps(1e-3));
+    const auto step = [&](int64_t s) {
+      loss_of(net, s).backward();
+      loss_of(plain, s).backward();
+      ours.step();
+      theirs.step();
+    };
+    step(0);
+    step(1);  // adds to the gradient of step 0
+    ours.step();
+    theirs.step();
+    ours.zero_grad();
+    theirs.zero_grad();
+    step(2);
+    auto expected = plain->named_parameters();
+    for (const auto& [name, value] : sharded.full_parameters())
+      EXPECT_LE((value - expected[name]).abs().max().item<double>(), 1e-12) << name;
+  });
+}
+
+TEST(OptimizerUse, AFusedUpdateCannotBeDropped) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    Wide net;
+    net->to(torch::kDouble);
+    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"first"})});
+    AdamW optimizer(sharded, {.lr = 0.01, .fused_reduction = true});
+    for (int64_t s = 0; s < 2; ++s) {
+      optimizer.zero_grad();
+      loss_of(net, s).backward();
+      if (s == 0) optimizer.step();
+    }
+    const bool updated = placements == zero2() || placements == zero3() ||
+                         placements == hybrid("shard", "replicate", true) || (world.size == 1 && placements != ddp() && placements != zero1());
+    if (updated)
+      expect_words(refusal<GuardError>([&] { optimizer.zero_grad(); }), {"fused_reduction", "'first'", "step"});
+    else
+      optimizer.zero_grad();
+    optimizer.step();
+  });
+}
+
+TEST(OptimizerUse, TheModulesOwnGradientsAreNotLookedAt) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    Wide net;
+    net->to(torch::kDouble);
+    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements});
+    torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
+    loss_of(net, 0).backward();
+    net->first->bias.mutable_grad() = torch::ones({kWidth}, torch::kDouble);
+    expect_words(refusal<GuardError>([&] { optimizer.step(); }), {"'first.bias'", "Sharded::parameters()"});
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test
