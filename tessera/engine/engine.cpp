@@ -31,13 +31,14 @@ bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; 
 }  // namespace
 
 Engine::Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Precision& precision,
-               NonFinite non_finite, std::vector<UnitSpec> specs)
+               NonFinite non_finite, std::vector<UnitSpec> specs, const std::function<void(UnitSpec&)>& prepare)
     : communicator_(std::move(communicator)),
       placements_(placements),
       non_finite_(non_finite),
       unwinding_(std::uncaught_exceptions()) {
   register_observer();
   for (auto& spec : specs) {
+    prepare(spec);
     const auto index = static_cast<uint32_t>(units_.size());
     units_.push_back(std::make_unique<Unit>(std::move(spec), index, placements, precision, *communicator_, *this));
     auto& parameters = units_.back()->parameters();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -30,8 +31,9 @@ struct Traffic {
 /// keeps all ranks in step. Two enums hold its state: the phase here, and each unit's residency.
 class Engine final : public AccessHandler {
  public:
+  /// Makes the units one after another. `prepare` is called before each: afterwards its parameters have their values.
   Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Precision& precision,
-         NonFinite non_finite, std::vector<UnitSpec> units);
+         NonFinite non_finite, std::vector<UnitSpec> units, const std::function<void(UnitSpec&)>& prepare);
   ~Engine() override;
 
   Communicator& communicator() { return *communicator_; }

@@ -9,6 +9,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/arena_lease.h"
+#include "tessera/engine/deferred.h"
 #include "tessera/storage/memory.h"
 
 namespace tessera {
@@ -116,16 +117,22 @@ std::string words_for(const ShardOptions& options) {
 Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   check(options.placements);
   check_axes(mesh, options.placements);
+  const Deferred::Pause pause;
+  settle_deferred(module);
   auto units = collect(module, options.units);
   const auto communicator = SharedMemory::connect(mesh.world());
   agree(*communicator, units, words_for(options), options.initial);
   require_memory(
       state_of_host(units, options, communicator->size()),
       text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", name_of(options.placements)));
-  if (options.initial == Initial::broadcast) broadcast_values(*communicator, units);
   auto arena = ArenaLease::take(communicator);
-  auto engine =
-      std::make_shared<Engine>(communicator, options.placements, options.precision, options.non_finite, std::move(units));
+  const auto give_values = [&](UnitSpec& unit) {
+    materialize(tensors_of(unit));
+    if (options.initial == Initial::broadcast) broadcast_values(*communicator, unit);
+  };
+  auto engine = std::make_shared<Engine>(communicator, options.placements, options.precision, options.non_finite,
+                                         std::move(units), give_values);
+  materialize(module.buffers());
   arena->arena().trim();
   return {std::move(engine), std::move(arena)};
 }

@@ -30,6 +30,8 @@ struct UnitSpec {
   std::vector<NamedParameter> parameters;
 };
 
+std::vector<at::Tensor> tensors_of(const UnitSpec& unit);
+
 /// Where a unit's parameters are.
 enum class Residency : uint8_t { sharded, gathering, resident };
 
