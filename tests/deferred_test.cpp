@@ -64,7 +64,8 @@ Both both(const Build& build) {
   made.deferred = tessera::deferred(build);
   EXPECT_TRUE(torch::equal(torch::rand({5}), next)) << "the random stream goes on differently";
   for (const auto& item : made.deferred->named_parameters())
-    EXPECT_TRUE(item.value().numel() == 0 || item.key() == "sparse" || !has_values(item.value())) << item.key() << " took memory";
+    EXPECT_TRUE(item.value().numel() == 0 || item.key() == "sparse" || !has_values(item.value()))
+        << item.key() << " took memory";
   const auto wanted = made.eager->named_parameters();
   for (const auto& item : made.deferred->named_parameters()) {
     EXPECT_EQ(item.value().requires_grad(), wanted[item.key()].requires_grad()) << item.key();

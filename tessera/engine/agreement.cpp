@@ -65,8 +65,9 @@ std::string describe(const std::vector<UnitSpec>& units, const std::string& opti
     const auto hashes = initial == Initial::verify ? hashes_of(unit) : std::vector(unit.parameters.size(), kNotCompared);
     for (size_t p = 0; p < unit.parameters.size(); ++p) {
       const auto& [name, tensor] = unit.parameters[p];
-      records += text(kRecord, "parameter '", name, "' in unit '", unit.name, "'", kField, c10::toString(tensor.scalar_type()),
-                      kField, shape_of(tensor), kField, tensor.requires_grad() ? "true" : "false", kField, hashes[p]);
+      records +=
+          text(kRecord, "parameter '", name, "' in unit '", unit.name, "'", kField, c10::toString(tensor.scalar_type()),
+               kField, shape_of(tensor), kField, tensor.requires_grad() ? "true" : "false", kField, hashes[p]);
     }
   }
   return records;

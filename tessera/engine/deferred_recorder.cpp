@@ -15,6 +15,7 @@
 #include "tessera/base/text.h"
 #include "tessera/engine/deferred.h"
 #include "tessera/engine/deferred_tape.h"
+#include "tessera/storage/memory.h"
 
 namespace tessera {
 namespace {
@@ -32,16 +33,14 @@ bool is_one_of(const c10::OperatorHandle& op, const std::array<const char*, N>& 
 // Change what a tensor is, and no values.
 constexpr std::array kAssignments = {"aten::set_data", "aten::data", "aten::detach", "aten::alias", "aten::requires_grad_"};
 // Write to arguments of which their schemas don't say so, or to the storage itself.
-constexpr std::array kHiddenWrites = {"aten::batch_norm",        "aten::native_batch_norm",
-                                      "aten::instance_norm",     "aten::_batch_norm_impl_index",
-                                      "aten::rrelu_with_noise",  "aten::_native_batch_norm_legit",
-                                      "aten::cudnn_batch_norm",  "aten::resize_",
-                                      "aten::resize_as_",        "aten::resize_as_sparse_",
-                                      "aten::_resize_output_",   "aten::set_"};
+constexpr std::array kHiddenWrites = {
+    "aten::batch_norm",       "aten::native_batch_norm",        "aten::instance_norm",    "aten::_batch_norm_impl_index",
+    "aten::rrelu_with_noise", "aten::_native_batch_norm_legit", "aten::cudnn_batch_norm", "aten::resize_",
+    "aten::resize_as_",       "aten::resize_as_sparse_",        "aten::_resize_output_",  "aten::set_"};
 // Draw as many numbers whatever the values are that they overwrite or are like.
-constexpr std::array kValuesDontMatter = {"aten::normal_",     "aten::uniform_",   "aten::random_",   "aten::exponential_",
-                                          "aten::geometric_",  "aten::cauchy_",    "aten::rand_like", "aten::log_normal_",
-                                          "aten::randn_like",  "aten::randint_like"};
+constexpr std::array kValuesDontMatter = {"aten::normal_",    "aten::uniform_",    "aten::random_",   "aten::exponential_",
+                                          "aten::geometric_", "aten::cauchy_",     "aten::rand_like", "aten::log_normal_",
+                                          "aten::randn_like", "aten::randint_like"};
 // Copy whole tensors, as Module::to and clone do before they assign; what they would tell autograd is then dropped.
 constexpr std::array kCopies = {"aten::to", "aten::_to_copy", "aten::clone", "aten::contiguous"};
 
@@ -114,12 +113,13 @@ class Recorder {
 
   static bool any_tensor(const Arguments& values) {
     bool any = false;
-    for (const auto& value : values)
-      map_tensors(value, [&](const at::Tensor& tensor) {
-        any |= tensor.defined();
-        return tensor;
-      });
+    for (const auto& value : values) each_tensor(value, [&](const at::Tensor& tensor) { any |= tensor.defined(); });
     return any;
+  }
+
+  void refuse_if_not_dense(const at::Tensor& tensor, const char* does) const {
+    if (!tensor.has_storage() || tensor.layout() != at::kStrided || tensor.is_quantized())
+      refuse(op_, text("it ", does, " a tensor that is not dense (", tensor.layout(), ")"));
   }
 
   // The storage of twins of what lies in `original`'s storage.
@@ -130,8 +130,8 @@ class Recorder {
   }
 
   static c10::Storage new_meta_storage(size_t bytes) {
-    return c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
-                                                              at::DataPtr(nullptr, at::kMeta), nullptr, /*resizable=*/false));
+    return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), bytes, at::DataPtr(nullptr, at::kMeta), nullptr, /*resizable=*/false));
   }
 
   at::Tensor twin_of(const at::Tensor& original) {
@@ -141,8 +141,7 @@ class Recorder {
     const auto* entry = DeferredEntry::of(original);
     if (entry != nullptr && entry->tape != tape_)
       refuse(op_, text(shown(original), " was built in another thread's scope"), "; build a model on one thread");
-    if (!original.has_storage() || original.layout() != at::kStrided)
-      refuse(op_, text("it takes a tensor that is not dense (", original.layout(), ")"));
+    refuse_if_not_dense(original, "takes");
     const at::Tensor meta = Geometry::of(original).over(meta_storage_for(original), kMeta);
     if (original.requires_grad()) meta.set_requires_grad(true);
     keep_wrapped(original, meta);
@@ -159,13 +158,15 @@ class Recorder {
       auto argument = map_tensors(arguments_[i], [&](const at::Tensor& tensor) { return twin_of(tensor); });
       if (declared.name() == "device") {
         if (argument.isDevice() && !argument.toDevice().is_cpu())
-          refuse(op_, text("it makes a tensor on ", argument.toDevice().str()), "; build on the CPU and move the model later");
+          refuse(op_, text("it makes a tensor on ", argument.toDevice().str()),
+                 "; build on the CPU and move the model later");
         argument = at::Device(at::kMeta);
       }
       if (declared.name() == "pin_memory") argument = c10::IValue();
       stack.push_back(std::move(argument));
       const auto* alias = declared.alias_info();
-      if (alias != nullptr && alias->isWrite()) map_tensors(arguments_[i], [&](const at::Tensor& t) { return note_write(t); });
+      if (alias != nullptr && alias->isWrite())
+        each_tensor(arguments_[i], [&](const at::Tensor& tensor) { note_write(tensor); });
     }
     Arguments results;
     try {
@@ -185,7 +186,8 @@ class Recorder {
   bool lacks_meta_kernel(const c10::Error& error) const {
     const auto& returns = op_.schema().returns();
     return dynamic_cast<const c10::NotImplementedError*>(&error) != nullptr && !returns.empty() &&
-           std::all_of(returns.begin(), returns.end(), [](const auto& each) { return each.type()->kind() == c10::TypeKind::TensorType; });
+           std::all_of(returns.begin(), returns.end(),
+                       [](const auto& each) { return each.type()->kind() == c10::TypeKind::TensorType; });
   }
 
   // The arguments with the values that construction would give them at this place.
@@ -212,16 +214,16 @@ class Recorder {
     const auto before = generator ? std::optional(generator->clone()) : std::nullopt;
     op_.callBoxed(stack);
     if (generator) at::Generator(*generator).set_state(before->get_state());
-    std::vector<at::Tensor> given;
-    for (const auto& argument : arguments)
-      map_tensors(argument, [&](const at::Tensor& tensor) { return given.emplace_back(tensor), tensor; });
-    for (const auto& value : given)
-      for (auto& result : stack)
-        if (value.defined())
-          map_tensors(result, [&](const at::Tensor& made) {
-            if (made.defined() && same_storage(made, value)) refuse(op_, "libtorch knows it neither as a view nor on its meta device");
-            return made;
+    for (const auto& result : stack)
+      each_tensor(result, [&](const at::Tensor& made) {
+        if (!made.defined()) return;
+        refuse_if_not_dense(made, "makes");
+        for (const auto& argument : arguments)
+          each_tensor(argument, [&](const at::Tensor& given) {
+            if (given.defined() && same_storage(made, given))
+              refuse(op_, "libtorch has no kernel of it for its meta device");
           });
+      });
     Arguments results;
     for (const auto& result : stack)
       results.push_back(map_tensors(result, [](const at::Tensor& made) {
@@ -230,12 +232,12 @@ class Recorder {
     return results;
   }
 
-  at::Tensor note_write(const at::Tensor& tensor) {
-    if (!tensor.defined()) return tensor;
+  void note_write(const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
     const auto* entry = DeferredEntry::of(tensor);
-    if (entry == nullptr) refuse(op_, text("it would write values that aren't there yet to ", shown(tensor), ", which has its own"));
+    if (entry == nullptr)
+      refuse(op_, text("it would write values that aren't there yet to ", shown(tensor), ", which has its own"));
     if (std::find(writes_.begin(), writes_.end(), entry->storage) == writes_.end()) writes_.push_back(entry->storage);
-    return tensor;
   }
 
   // In a handler of `error`. Throws: that the operator wants values, if that is why it failed, or the error itself.
@@ -262,15 +264,14 @@ class Recorder {
   bool classify(const Arguments& results) {
     bool made = false;
     for (const auto& result : results)
-      map_tensors(result, [&](const at::Tensor& meta) {
-        if (!meta.defined()) return meta;
-        if (!meta.has_storage() || meta.layout() != at::kStrided || meta.is_quantized())
-          refuse(op_, text("it makes a tensor that is not dense (", meta.layout(), ")"));
-        if (twin_with_storage(meta) != nullptr) return meta;
+      each_tensor(result, [&](const at::Tensor& meta) {
+        if (!meta.defined()) return;
+        refuse_if_not_dense(meta, "makes");
+        if (twin_with_storage(meta) != nullptr) return;
         if (meta.requires_grad() && !is_one_of(op_, kCopies))
           refuse(op_, "autograd would record it, since it takes a parameter that requires gradients",
                  "; hold a torch::NoGradGuard in constructors");
-        return made = true, meta;
+        made = true;
       });
     return made;
   }
@@ -287,17 +288,25 @@ class Recorder {
   // Runs the operator on values, for what that does to the generator.
   void draw() const {
     const at::NoGradGuard no_grad;
-    if (!is_one_of(op_, kValuesDontMatter)) {
-      auto stack = with_values();
-      return op_.callBoxed(stack);
+    size_t bytes = 0;
+    {
+      auto stack = is_one_of(op_, kValuesDontMatter) ? with_any_values() : with_values();
+      op_.callBoxed(stack);
+      for (const auto& result : stack)
+        each_tensor(result, [&](const at::Tensor& tensor) { bytes += tensor.defined() ? tensor.nbytes() : 0; });
     }
+    constexpr size_t kMuch = 1 << 20;
+    if (bytes >= kMuch) return_freed_memory();
+  }
+
+  torch::jit::Stack with_any_values() const {
     torch::jit::Stack stack;
     for (const auto& argument : arguments_)
       stack.push_back(map_tensors(argument, [](const at::Tensor& tensor) {
         if (DeferredEntry::of(tensor) == nullptr) return tensor;
         return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.scalar_type());
       }));
-    op_.callBoxed(stack);
+    return stack;
   }
 
   at::Tensor result_for(const at::Tensor& meta, RecordedOperator& recorded) {
@@ -307,7 +316,8 @@ class Recorder {
     const Geometry geometry = Geometry::of(meta);
     if (const auto* twin = twin_with_storage(meta)) {
       recorded.results.emplace_back();
-      const auto keys = DeferredEntry::of(twin->original) != nullptr ? kDeferred : c10::DispatchKeySet(c10::DispatchKey::CPU);
+      const auto keys =
+          DeferredEntry::of(twin->original) != nullptr ? kDeferred : c10::DispatchKeySet(c10::DispatchKey::CPU);
       return geometry.over(twin->original.storage(), keys);
     }
     const auto result = geometry.over(tape_->new_storage(static_cast<int64_t>(meta.storage().nbytes())), kDeferred);
@@ -343,13 +353,13 @@ void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   bool tensors = false;
   std::vector<at::Tensor> deferred;
   for (const auto& argument : arguments)
-    map_tensors(argument, [&](const at::Tensor& tensor) {
+    each_tensor(argument, [&](const at::Tensor& tensor) {
       tensors |= tensor.defined();
       if (DeferredEntry::of(tensor) != nullptr) deferred.push_back(tensor);
-      return tensor;
     });
   const bool only_values = deferred.empty() && (tensors || !in_scope);
-  const bool assigns = is_one_of(op, kAssignments) || (in_scope && op.hasTag(at::Tag::inplace_view) && !is_one_of(op, kHiddenWrites));
+  const bool assigns =
+      is_one_of(op, kAssignments) || (in_scope && op.hasTag(at::Tag::inplace_view) && !is_one_of(op, kHiddenWrites));
   if (only_values || assigns) return op.callBoxed(stack);
   if (in_scope) return Recorder(op, *stack).run();
   for (const auto& tensor : deferred)

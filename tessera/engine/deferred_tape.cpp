@@ -12,12 +12,14 @@
 #include "tessera/base/check.h"
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/storage/memory.h"
 
 namespace tessera {
 namespace {
 
 constexpr const char* kNoMemory =
-    " was built under tessera::Deferred and has no values yet, so its memory can't be read (data_ptr, accessor, torch::tensor "
+    " was built under tessera::Deferred and has no values yet, so its memory can't be read (data_ptr, accessor, "
+    "torch::tensor "
     "of a vector). Within a constructor, build what must be read or filled by hand while a tessera::Deferred::Pause lives; "
     "afterwards call tessera::fully_shard or tessera::materialize first";
 
@@ -55,7 +57,8 @@ const c10::DispatchKeySet kReal(c10::DispatchKey::CPU);
 
 using RealStorages = std::vector<c10::Storage>;  // by index; an empty one is not there
 
-c10::IValue argument_for(const RecordedOperator& recorded, const c10::IValue& argument, size_t& next, const RealStorages& real) {
+c10::IValue argument_for(const RecordedOperator& recorded, const c10::IValue& argument, size_t& next,
+                         const RealStorages& real) {
   return map_tensors(argument, [&](const at::Tensor&) {
     const auto& tensor = recorded.tensors[next++];
     if (const auto* values = std::get_if<at::Tensor>(&tensor)) return *values;
@@ -82,8 +85,9 @@ torch::jit::Stack call(const RecordedOperator& recorded, const RealStorages& rea
   try {
     recorded.op.callBoxed(stack);
   } catch (const c10::Error& error) {
-    throw ConfigError(text("operator ", name_of(recorded.op), ", recorded under tessera::Deferred, failed when it was run again: ",
-                           error.what_without_backtrace()));
+    throw ConfigError(
+        text("operator ", name_of(recorded.op),
+             ", recorded under tessera::Deferred, failed when it was run again: ", error.what_without_backtrace()));
   }
   return stack;
 }
@@ -96,8 +100,8 @@ c10::Storage storage_of(const at::Tensor& made, const DeferredRef& wanted, int64
     throw ConfigError(text(name_of(recorded.op), " gave another shape or type when it was run again for tessera::Deferred; ",
                            "build its result while a tessera::Deferred::Pause lives"));
   const auto* storage = made.storage().unsafeGetStorageImpl();
-  const bool taken =
-      std::any_of(real.begin(), real.end(), [&](const auto& other) { return other && other.unsafeGetStorageImpl() == storage; });
+  const bool taken = std::any_of(real.begin(), real.end(),
+                                 [&](const auto& other) { return other && other.unsafeGetStorageImpl() == storage; });
   if (geometry == wanted.geometry && !taken && static_cast<int64_t>(made.storage().nbytes()) >= wanted.geometry.extent())
     return made.storage();
   const auto copy = at::empty({bytes}, at::kByte);
@@ -110,8 +114,12 @@ c10::Storage storage_of(const at::Tensor& made, const DeferredRef& wanted, int64
 // ---- geometry ------------------------------------------------------------------------------------------------------
 
 Geometry Geometry::of(const at::Tensor& tensor) {
-  return {c10::DimVector(tensor.sizes()), c10::DimVector(tensor.strides()), tensor.storage_offset(), tensor.scalar_type(),
-          tensor.is_conj(),               tensor.is_neg()};
+  return {c10::DimVector(tensor.sizes()),
+          c10::DimVector(tensor.strides()),
+          tensor.storage_offset(),
+          tensor.scalar_type(),
+          tensor.is_conj(),
+          tensor.is_neg()};
 }
 
 bool Geometry::operator==(const Geometry& other) const {
@@ -173,7 +181,8 @@ void DeferredEntry::set_name(const std::string& name, const at::Tensor& tensor) 
   const auto* entry = of(tensor);
   if (entry == nullptr) return;
   entry->tape->storages_[entry->storage].name = name;
-  tensor.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(text("'", name, "'", kNoMemory));
+  tensor.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      text("'", name, "'", kNoMemory));
 }
 
 // ---- replay --------------------------------------------------------------------------------------------------------
@@ -183,7 +192,8 @@ std::vector<size_t> Tape::needed_for(std::vector<char> storages) const {
   std::vector<size_t> slice;
   for (size_t i = operators_.size(); i-- > 0;) {
     const auto& recorded = operators_[i];
-    if (std::none_of(recorded.writes.begin(), recorded.writes.end(), [&](StorageIndex s) { return storages[s] != 0; })) continue;
+    if (std::none_of(recorded.writes.begin(), recorded.writes.end(), [&](StorageIndex s) { return storages[s] != 0; }))
+      continue;
     slice.push_back(i);
     for (const auto& tensor : recorded.tensors)
       if (const auto* ref = std::get_if<DeferredRef>(&tensor)) storages[ref->storage] = 1;
@@ -192,6 +202,7 @@ std::vector<size_t> Tape::needed_for(std::vector<char> storages) const {
 }
 
 std::vector<c10::Storage> Tape::replay(std::span<const StorageIndex> wanted) const {
+  return_freed_memory();  // of the replay before
   const ReplayState state;
   std::vector<char> is_wanted(storages_.size(), 0);
   for (const StorageIndex storage : wanted) is_wanted[storage] = 1;
@@ -215,11 +226,10 @@ std::vector<c10::Storage> Tape::replay(std::span<const StorageIndex> wanted) con
       const auto stack = call(recorded, real);
       size_t result = 0;
       for (const auto& output : stack)
-        map_tensors(output, [&](const at::Tensor& made) {
+        each_tensor(output, [&](const at::Tensor& made) {
           const auto& ref = recorded.results[result++];
           if (ref && !real[ref->storage])
             real[ref->storage] = storage_of(made, *ref, storages_[ref->storage].bytes, real, recorded);
-          return made;
         });
     }
     for (const StorageIndex storage : ends[i]) real[storage] = c10::Storage();

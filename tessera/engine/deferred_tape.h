@@ -113,6 +113,11 @@ c10::IValue map_tensors(const c10::IValue& value, Map&& map) {
   return value;
 }
 
+template <class Visit>
+void each_tensor(const c10::IValue& value, Visit&& visit) {
+  map_tensors(value, [&](const at::Tensor& tensor) { return visit(tensor), tensor; });
+}
+
 /// The key of tensors without values and of the scopes that make them.
 constexpr auto kDeferredKey = c10::DispatchKey::DeferredInit;
 

@@ -125,6 +125,7 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
   require_memory(
       state_of_host(units, options, communicator->size()),
       text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", name_of(options.placements)));
+  materialize(module.buffers());
   auto arena = ArenaLease::take(communicator);
   const auto give_values = [&](UnitSpec& unit) {
     materialize(tensors_of(unit));
@@ -132,7 +133,6 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
   };
   auto engine = std::make_shared<Engine>(communicator, options.placements, options.precision, options.non_finite,
                                          std::move(units), give_values);
-  materialize(module.buffers());
   arena->arena().trim();
   return {std::move(engine), std::move(arena)};
 }

@@ -1,0 +1,80 @@
+// A model built under Deferred takes no memory, and no more than its shards and one unit while it is sharded.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <fstream>
+
+#include "tessera/storage/memory.h"
+#include "tests/support/on_ranks.h"
+#include "tests/support/sharded_helpers.h"
+
+namespace tessera::test {
+namespace {
+
+constexpr int64_t kMebi = int64_t{1} << 20;
+constexpr int64_t kWidth = 2048;
+constexpr int kLayers = 6;
+constexpr int64_t kUnit = kWidth * kWidth * 4;  // bytes: 16 MiB
+constexpr int64_t kSlack = 6 * kMebi;
+
+torch::nn::Sequential stack_of(int64_t width, int layers) {
+  torch::nn::Sequential model;
+  for (int i = 0; i < layers; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false)));
+  return model;
+}
+
+/// Most resident memory while `action` runs, over that before.
+template <class Action>
+int64_t peak_of(Action&& action) {
+  std::ofstream("/proc/self/clear_refs") << "5";
+  const Bytes before = memory_use().resident;
+  action();
+  return (peak_resident() - before).value;
+}
+
+ShardOptions options_for(const Placements& placements, Initial initial) {
+  return {.placements = placements, .units = units_of<torch::nn::LinearImpl>(), .initial = initial};
+}
+
+// What this rank writes when it shards: its chunks where ranks have one copy, else all.
+int64_t shards_of(const Placements& placements, int ranks) {
+  return kLayers * kUnit / (placements.parameter == Placement::sharded ? ranks : 1);
+}
+
+void warm_up(const World& world, const Placements& placements) {
+  auto model = deferred([] { return stack_of(64, 2); });
+  fully_shard(model, Mesh(world), options_for(placements, Initial::verify));
+}
+
+TEST(DeferredMemory, ShardingHoldsOneUnitAndTheShards) {
+  for (const auto initial : {Initial::verify, Initial::broadcast})
+    for_every_placement(
+        [&](const World& world, const Placements& placements) {
+          torch::manual_seed(0);
+          warm_up(world, placements);
+          torch::nn::Sequential model{nullptr};
+          EXPECT_LT(peak_of([&] { model = deferred([] { return stack_of(kWidth, kLayers); }); }), kUnit + kSlack);
+          EXPECT_LT(peak_of([] {}), kSlack);
+          const int64_t peak = peak_of([&] { fully_shard(model, Mesh(world), options_for(placements, initial)); });
+          EXPECT_LT(peak,
+                    shards_of(placements, world.size) + kUnit + kSlack + (initial == Initial::broadcast ? 8 * kMebi : 0));
+          EXPECT_GT(peak, shards_of(placements, world.size));
+        },
+        {2});
+}
+
+// What construction at once takes, so that the bounds above say something.
+TEST(DeferredMemory, ConstructionAtOnceHoldsAll) {
+  on_ranks(2, [](World world) {
+    torch::manual_seed(0);
+    warm_up(world, zero3());
+    const int64_t peak = peak_of([&] {
+      auto model = stack_of(kWidth, kLayers);
+      fully_shard(model, Mesh(world), options_for(zero3(), Initial::verify));
+    });
+    EXPECT_GT(peak, kLayers * kUnit);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::test
