@@ -76,5 +76,29 @@ TEST(DeferredMemory, ConstructionAtOnceHoldsAll) {
   });
 }
 
+// Values that were copied into the model during construction go when their unit is sharded, although other tensors wait.
+TEST(DeferredMemory, CopiedValuesGoWithTheirUnit) {
+  on_ranks(1, [](World world) {
+    warm_up(world, zero3());
+    torch::Tensor waiting;
+    const Bytes before = memory_use().resident;
+    const auto model = deferred([&] {
+      const torch::NoGradGuard no_grad;
+      const auto source = [] {
+        const Deferred::Pause pause;
+        return torch::ones({kWidth, kWidth});
+      }();
+      auto built = stack_of(kWidth, 3);
+      for (auto& weight : built->parameters()) weight.copy_(source);
+      waiting = torch::ones({4});
+      return built;
+    });
+    EXPECT_GT((memory_use().resident - before).value, 3 * kUnit);  // the copies
+    materialize(model->parameters());
+    EXPECT_LT((memory_use().resident - before).value, 3 * kUnit + kSlack);
+    EXPECT_EQ(waiting.numel(), 4);
+  });
+}
+
 }  // namespace
 }  // namespace tessera::test

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "tessera/engine/deferred_tape.h"
+#include "tessera/storage/memory.h"
 
 namespace tessera {
 namespace {
@@ -94,6 +95,7 @@ void materialize(std::span<const at::Tensor> tensors) {
     const auto values = tape->replay(wanted.storages);
     for (size_t i = 0; i < values.size(); ++i) fill(wanted.places[i], values[i]);
     tape->prune();
+    return_freed_memory();  // of copies that only these needed
   }
   for (const auto& tensor : tensors) become_ordinary(tensor);
 }
