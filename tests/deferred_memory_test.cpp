@@ -100,5 +100,19 @@ TEST(DeferredMemory, CopiedValuesGoWithTheirUnit) {
   });
 }
 
+// What operators leave on the way to a value is freed after its last use, as in construction.
+TEST(DeferredMemory, TemporariesAreFreedWhileOperatorsRunAgain) {
+  on_ranks(1, [](World world) {
+    warm_up(world, zero3());
+    torch::Tensor value;
+    {
+      const Deferred scope;
+      value = torch::rand({kWidth, kWidth});
+      for (int i = 0; i < 6; ++i) value = value * 0.9 + 0.1;
+    }
+    EXPECT_LT(peak_of([&] { materialize({&value, 1}); }), 3 * kUnit + kSlack);
+  });
+}
+
 }  // namespace
 }  // namespace tessera::test

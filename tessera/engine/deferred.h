@@ -21,13 +21,14 @@ class Tape;
 ///     auto sharded = tessera::fully_shard(*net, mesh, {.units = …});
 ///
 /// What is recorded: every operator that makes or writes tensors without values, on views too. Values of other tensors are
-/// copied when an operator reads them. What can't be: reading values (item(), data_ptr()), operators whose shapes depend on
-/// values, resizing, devices other than the CPU: a ConfigError that names the operator (reading memory: a c10::Error).
-/// Outside of the scope tensors without values can be viewed by detach, assigned and counted, but not computed with: a
-/// GuardError that names the parameter, if it was built by `deferred`.
-/// A draw of random numbers costs its time and its tensor's memory during construction too, since it moves the generator,
-/// and 2.5 KB until the values are there.
-/// Scopes nest. They end on the thread where they began.
+/// copied when an operator reads them. What can't be is a ConfigError that names the operator and says what to do: reading
+/// values (item()), writing them to tensors that have theirs, resizing, updates of running statistics, devices other than
+/// the CPU. Reading memory (data_ptr(), torch::tensor of a vector) is a c10::Error; Pause is for that. Outside of the scope
+/// tensors without values can be viewed by detach, assigned and counted, but not computed with: a GuardError that names the
+/// parameter, if it was built by `deferred`. A draw of random numbers costs its time and its tensor's memory during
+/// construction too, since it moves the generator, and 2.5 KB until the values are there. Scopes nest. They end on the
+/// thread where they began. Not thread-safe besides: a deferred model is given its values, and members without values are
+/// met first, on one thread at a time.
 class Deferred {
  public:
   Deferred();

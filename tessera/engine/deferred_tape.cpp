@@ -53,6 +53,8 @@ class DefaultType {
   caffe2::TypeMeta before_;
 };
 
+constexpr int64_t kMuch = 1 << 20;  // freed bytes that are worth to be given back at once
+
 const c10::DispatchKeySet kReal(c10::DispatchKey::CPU);
 
 using RealStorages = std::vector<c10::Storage>;  // by index; an empty one is not there
@@ -232,7 +234,12 @@ std::vector<c10::Storage> Tape::replay(std::span<const StorageIndex> wanted) con
             real[ref->storage] = storage_of(made, *ref, storages_[ref->storage].bytes, real, recorded);
         });
     }
-    for (const StorageIndex storage : ends[i]) real[storage] = c10::Storage();
+    int64_t freed = 0;
+    for (const StorageIndex storage : ends[i]) {
+      real[storage] = c10::Storage();
+      freed += storages_[storage].bytes;
+    }
+    if (freed >= kMuch) return_freed_memory();
   }
   std::vector<c10::Storage> values;
   for (const StorageIndex storage : wanted) {
