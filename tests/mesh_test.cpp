@@ -247,6 +247,7 @@ TEST_F(FromEnvironment, WhatIsNoIntegerIsNamed) {
 TEST_F(FromEnvironment, ContradictionsAreNamed) {
   expect_words(refused({{"RANK", "2"}, {"WORLD_SIZE", "2"}}), {"RANK", "0 … 1", "is 2"});
   expect_words(refused({{"RANK", "-1"}, {"WORLD_SIZE", "2"}}), {"RANK", "-1"});
+  expect_words(refused({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "99999"}}), {"MASTER_PORT", "65535", "99999"});
   expect_words(refused({{"RANK", "0"}, {"WORLD_SIZE", "0"}}), {"WORLD_SIZE", "at least 1"});
   expect_words(refused({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "3"}}),
                {"this host", "3", "WORLD_SIZE is 2"});

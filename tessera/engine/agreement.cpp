@@ -10,6 +10,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/engine/deferred.h"
 
 namespace tessera {
 namespace {
@@ -24,6 +25,8 @@ constexpr std::pair<const char*, const char*> kFields[] = {
     {"requires_grad", "freeze the same parameters on all ranks"},
     {"the initial values",
      "use the same seed on all ranks, load the same file, or set initial = Initial::broadcast to take rank 0's"}};
+
+const std::string kNotCompared = "not compared";
 
 std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts;
@@ -50,14 +53,23 @@ std::string hash_of(const at::Tensor& tensor) {
   return text("hash ", digits);
 }
 
+std::vector<std::string> hashes_of(const UnitSpec& unit) {
+  std::vector<std::string> hashes;
+  for (const auto& values : values_of(tensors_of(unit))) hashes.push_back(hash_of(values));
+  return hashes;
+}
+
 std::string describe(const std::vector<UnitSpec>& units, const std::string& options, Initial initial) {
   std::string records = options;
-  for (const auto& unit : units)
-    for (const auto& parameter : unit.parameters)
-      records += text(kRecord, "parameter '", parameter.name, "' in unit '", unit.name, "'", kField,
-                      c10::toString(parameter.tensor.scalar_type()), kField, shape_of(parameter.tensor), kField,
-                      parameter.tensor.requires_grad() ? "true" : "false", kField,
-                      initial == Initial::verify ? hash_of(parameter.tensor) : "not compared");
+  for (const auto& unit : units) {
+    const auto hashes = initial == Initial::verify ? hashes_of(unit) : std::vector(unit.parameters.size(), kNotCompared);
+    for (size_t p = 0; p < unit.parameters.size(); ++p) {
+      const auto& [name, tensor] = unit.parameters[p];
+      records +=
+          text(kRecord, "parameter '", name, "' in unit '", unit.name, "'", kField, c10::toString(tensor.scalar_type()),
+               kField, shape_of(tensor), kField, tensor.requires_grad() ? "true" : "false", kField, hashes[p]);
+    }
+  }
   return records;
 }
 
@@ -94,27 +106,26 @@ void agree(Communicator& communicator, const std::vector<UnitSpec>& units, const
     if (everyones[static_cast<size_t>(r)] != everyones[0]) compare(r, everyones[0], everyones[static_cast<size_t>(r)]);
 }
 
-void broadcast_values(Communicator& communicator, std::vector<UnitSpec>& units) {
+void broadcast_values(Communicator& communicator, UnitSpec& unit) {
   const at::NoGradGuard no_grad;
   constexpr int64_t kPart = 8 << 20;
   const auto buffer = communicator.peer_readable("broadcast of initial values", Bytes(kPart));
   const auto offsets = communicator.all_gather("broadcast buffer", std::to_string(communicator.offset_of(buffer.get())));
   const int64_t source = std::stoll(offsets[0]);
   const bool root = communicator.rank() == Rank(0);
-  for (auto& unit : units)
-    for (auto& parameter : unit.parameters) {
-      at::Tensor values = parameter.tensor.detach().contiguous();
-      auto* bytes = static_cast<std::byte*>(values.data_ptr());
-      const auto size = static_cast<int64_t>(values.nbytes());
-      for (int64_t begin = 0; begin < size; begin += kPart) {
-        const int64_t count = std::min(kPart, size - begin);
-        if (root) std::memcpy(buffer.get(), bytes + begin, static_cast<size_t>(count));
-        communicator.barrier("initial values are there");
-        if (!root) communicator.read_peer(Rank(0), source, bytes + begin, Bytes(count));
-        communicator.barrier("initial values are taken");
-      }
-      if (!values.is_same(parameter.tensor)) parameter.tensor.detach().copy_(values);
+  for (auto& parameter : unit.parameters) {
+    at::Tensor values = parameter.tensor.detach().contiguous();
+    auto* bytes = static_cast<std::byte*>(values.data_ptr());
+    const auto size = static_cast<int64_t>(values.nbytes());
+    for (int64_t begin = 0; begin < size; begin += kPart) {
+      const int64_t count = std::min(kPart, size - begin);
+      if (root) std::memcpy(buffer.get(), bytes + begin, static_cast<size_t>(count));
+      communicator.barrier("initial values are there");
+      if (!root) communicator.read_peer(Rank(0), source, bytes + begin, Bytes(count));
+      communicator.barrier("initial values are taken");
     }
+    if (!values.is_same(parameter.tensor)) parameter.tensor.detach().copy_(values);
+  }
 }
 
 }  // namespace tessera

@@ -30,18 +30,18 @@ bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; 
 
 }  // namespace
 
-Engine::Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Division& division,
-               const Precision& precision, NonFinite non_finite, double divisor, std::vector<UnitSpec> specs)
+Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings& settings, std::vector<UnitSpec> specs)
     : communicator_(std::move(communicator)),
-      placements_(placements),
-      division_(division),
-      non_finite_(non_finite),
-      scale_(1.0 / divisor),
+      placements_(settings.placements),
+      division_(settings.division),
+      non_finite_(settings.non_finite),
+      scale_(1.0 / settings.gradient_divisor),
       unwinding_(std::uncaught_exceptions()) {
   register_observer();
   for (auto& spec : specs) {
+    settings.prepare(spec);
     const auto index = static_cast<uint32_t>(units_.size());
-    units_.push_back(std::make_unique<Unit>(std::move(spec), index, placements, division, precision, *communicator_, *this));
+    units_.push_back(std::make_unique<Unit>(std::move(spec), index, placements_, division_, settings.precision, *communicator_, *this));
     auto& parameters = units_.back()->parameters();
     if (!trainable_type(units_.back()->working_type())) continue;
     for (ParameterIndex p = 0; p < parameters.size(); ++p)

@@ -28,12 +28,21 @@ struct Traffic {
   Bytes peak_lent;                                        ///< most that was lent to peers at once
 };
 
+struct EngineSettings {
+  Placements placements;
+  Division division;
+  Precision precision;
+  NonFinite non_finite;
+  double gradient_divisor;                 ///< of the ranks' summed gradients
+  std::function<void(UnitSpec&)> prepare;  ///< called before each unit is made: afterwards its parameters have their values
+};
+
 /// Runs the units of one model: gathers what operators touch, releases it, hands gradients over and has them reduced, and
 /// keeps all ranks in step. Two enums hold its state: the phase here, and each unit's residency.
 class Engine final : public AccessHandler {
  public:
-  Engine(std::shared_ptr<Communicator> communicator, const Placements& placements, const Division& division,
-         const Precision& precision, NonFinite non_finite, double divisor, std::vector<UnitSpec> units);
+  /// Makes the units one after another.
+  Engine(std::shared_ptr<Communicator> communicator, const EngineSettings& settings, std::vector<UnitSpec> units);
   ~Engine() override;
 
   Communicator& communicator() { return *communicator_; }

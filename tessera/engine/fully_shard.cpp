@@ -12,6 +12,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/arena_lease.h"
+#include "tessera/engine/deferred.h"
 #include "tessera/storage/memory.h"
 
 namespace tessera {
@@ -162,6 +163,14 @@ std::string words_for(const ShardOptions& options, const Mesh& mesh) {
               options.non_finite == NonFinite::stop ? ", stop" : ", skip");
 }
 
+std::vector<at::Tensor> ignored_of(const torch::nn::Module& module, const ShardOptions& options) {
+  std::vector<at::Tensor> all;
+  std::vector<int> counts(options.ignored.size());
+  for (const auto& item : module.named_parameters())
+    if (is_ignored(item.key(), options.ignored, counts)) all.push_back(item.value());
+  return all;
+}
+
 std::unique_ptr<ModuleBuffers> buffers_of(const torch::nn::Module& module, const ShardOptions& options) {
   std::vector<std::pair<std::string, at::Tensor>> buffers;
   for (const auto& item : module.named_buffers()) {
@@ -198,18 +207,26 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
   if (const auto divisor = options.gradient_divisor; divisor && !(*divisor > 0 && std::isfinite(*divisor)))
     throw ConfigError(text("gradient_divisor must be a positive number, but is ", *divisor));
   const Division division(options.placements, mesh);
+  const Deferred::Pause pause;
+  settle_deferred(module);
   auto units = collect(module, options);
   const auto communicator = SharedMemory::connect(mesh.world());
   agree(*communicator, units, words_for(options, mesh), options.initial);
   require_memory(
       state_of_host(units, options, division),
       text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", name_of(options.placements)));
-  if (options.initial == Initial::broadcast) broadcast_values(*communicator, units);
+  materialize(module.buffers());
+  materialize(ignored_of(module, options));
   auto arena = ArenaLease::take(communicator);
-  auto engine =
-      std::make_shared<Engine>(communicator, options.placements, division, options.precision, options.non_finite,
-                                         options.gradient_divisor.value_or(communicator->size()),
-                                         std::move(units));
+  const auto give_values = [&](UnitSpec& unit) {
+    materialize(tensors_of(unit));
+    if (options.initial == Initial::broadcast) broadcast_values(*communicator, unit);
+  };
+  auto engine = std::make_shared<Engine>(
+      communicator,
+      EngineSettings{options.placements, division, options.precision, options.non_finite,
+                     options.gradient_divisor.value_or(communicator->size()), give_values},
+      std::move(units));
   auto buffers = buffers_of(module, options);
   buffers->agree(*communicator, options.initial == Initial::verify);
   if (!buffers->empty()) engine->keep_equal(std::move(buffers));

@@ -135,10 +135,11 @@ class Sharded {
 };
 
 /// Shards `module`'s parameters, gradients and optimizer state over the ranks of `mesh`, as `options.placements` says.
-/// Collective. The module keeps its tensors, which from now on view sharded storage. Throws ConfigError for a model without
-/// parameters, a unit policy that matches nothing, a module that is sharded already, parameters that share memory without
-/// being the same tensor; AgreementError where ranks differ; SystemError with both numbers where memory does not suffice. All but a SystemError that
-/// names a unit's memory come before the module is touched; after that one, discard the module.
+/// Collective. The module keeps its tensors, which from now on view sharded storage. A module that was built under Deferred
+/// gets its values here, a unit at a time; its buffers too. Throws ConfigError for a model without parameters, a unit policy
+/// that matches nothing, a module that is sharded already, parameters that share memory without being the same tensor;
+/// AgreementError where ranks differ; SystemError with both numbers where memory does not suffice. All but a SystemError
+/// that names a unit's memory come before the module is touched; after that one, discard the module.
 Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& options = {});
 
 template <class Impl>

@@ -31,6 +31,12 @@ std::string guard_message(const std::string& unit) {
 
 }  // namespace
 
+std::vector<at::Tensor> tensors_of(const UnitSpec& unit) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& parameter : unit.parameters) tensors.push_back(parameter.tensor);
+  return tensors;
+}
+
 Unit::Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Division& division, const Precision& precision,
            Communicator& communicator, AccessHandler& handler)
     : name_(spec.name),

@@ -32,6 +32,8 @@ struct UnitSpec {
   LayoutKind layout = {};
 };
 
+std::vector<at::Tensor> tensors_of(const UnitSpec& unit);
+
 /// Where a unit's parameters are.
 enum class Residency : uint8_t { sharded, gathering, resident };
 

@@ -54,6 +54,8 @@ World from_torchrun() {
   World world{.rank = Rank(required("RANK", "WORLD_SIZE")), .size = required("WORLD_SIZE", "RANK"), .launcher = "torchrun"};
   world.local_rank = Rank(optional("LOCAL_RANK", world.rank.value));
   world.local_size = optional("LOCAL_WORLD_SIZE", world.size);
+  if (const int port = optional("MASTER_PORT", 29500); port < 1 || port > 65535)
+    throw ConfigError(text("MASTER_PORT must be in 1 … 65535, but is ", port));
   world.run = joined({"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TESSERA_RUN_ID"});
   return checked(std::move(world), "RANK", "WORLD_SIZE");
 }

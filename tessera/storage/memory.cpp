@@ -1,5 +1,7 @@
 #include "tessera/storage/memory.h"
 
+#include <malloc.h>
+
 #include <algorithm>
 #include <fstream>
 
@@ -37,5 +39,11 @@ MemoryUse memory_use() {
 }
 
 Bytes peak_resident() { return Bytes(field("/proc/self/status", "VmHWM")); }
+
+void return_freed_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
 
 }  // namespace tessera

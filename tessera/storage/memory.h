@@ -20,4 +20,8 @@ struct MemoryUse {
 MemoryUse memory_use();  ///< reads /proc/self/smaps_rollup, which walks the page tables: milliseconds a gigabyte
 Bytes peak_resident();   ///< VmHWM alone; cheap
 
+/// Gives back to the system what was freed and malloc still keeps: between small blocks that live, that can be gigabytes.
+/// Milliseconds. Does nothing where malloc is not glibc's.
+void return_freed_memory();
+
 }  // namespace tessera
