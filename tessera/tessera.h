@@ -8,3 +8,4 @@
 #include "tessera/mesh/mesh.h"
 #include "tessera/mesh/world.h"
 #include "tessera/optim/adamw.h"
+#include "tessera/optim/muon.h"

@@ -39,6 +39,30 @@ TEST(Cases, B11RanksWithDifferentNumbersOfRows) {
       {2});
 }
 
+// Weights that are 1, or not given, among others; and gradients that are dropped.
+TEST(Cases, B11WeightsOfMicroBatchesDoNotReachEachOther) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    auto net = common_net(), plain = common_net();
+    auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
+    AdamW optimizer(sharded, {});
+    const World alone{};
+    const double weights[] = {1, 0.25, 0, 3};  // 0: none given, which is 1
+    for (const bool dropped : {true, false}) {
+      for (int64_t micro = 0; micro < 4; ++micro) {
+        std::optional<Sharded::Accumulating> held;
+        if (micro < 3 || dropped) held.emplace(sharded.engine());
+        if (weights[micro] != 0) sharded.weight_by(weights[micro], world.size);
+        net_s_loss(net, world, micro).backward();
+        if (!dropped) (net_s_loss(plain, alone, micro) * (weights[micro] == 0 ? 1 : weights[micro])).backward();
+      }
+      if (dropped) optimizer.zero_grad();
+    }
+    auto gradients = gradients_of(sharded);
+    for (const auto& item : plain->named_parameters())
+      EXPECT_TRUE(torch::allclose(gradients[item.key()], item.value().grad(), 1e-5, 1e-6)) << item.key();
+  });
+}
+
 TEST(Cases, B11AMeanOfMeansIsTheDefault) {
   for_every_placement(
       [](const World& world, const Placements& placements) {

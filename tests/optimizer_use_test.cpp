@@ -137,6 +137,45 @@ TEST(OptimizerUse, ClippedTwice) {
   });
 }
 
+TEST(OptimizerUse, ClippedByValue) {
+  expect_as_unsharded([](Training& training) {
+    for (int64_t s = 0; s < 3; ++s) {
+      training.backward(s);
+      training.clip(0.5);
+      if (training.sharded)
+        training.sharded->clip_grad_value(0.02);
+      else
+        torch::nn::utils::clip_grad_value_(training.net->parameters(), 0.02);
+      training.optimizer->step();
+      training.optimizer->zero_grad();
+    }
+  });
+}
+
+TEST(OptimizerUse, ClippedByValueBeforeOurOptimizer) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    Wide net, plain;
+    net->to(torch::kDouble);
+    plain->to(torch::kDouble);
+    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"first"})});
+    AdamW ours(sharded, {.lr = 0.01, .eps = 1e-3});
+    torch::optim::AdamW theirs(plain->parameters(), torch::optim::AdamWOptions(0.01).eps(1e-3));
+    loss_of(net, 0).backward();
+    loss_of(plain, 0).backward();
+    sharded.clip_grad_norm(0.5);
+    sharded.clip_grad_value(0.02);
+    torch::nn::utils::clip_grad_norm_(plain->parameters(), 0.5);
+    torch::nn::utils::clip_grad_value_(plain->parameters(), 0.02);
+    const double norm = torch::nn::utils::clip_grad_norm_(plain->parameters(), 1e9);
+    EXPECT_NEAR(sharded.grad_norm(), norm, 1e-12);
+    ours.step();
+    theirs.step();
+    auto expected = plain->named_parameters();
+    for (const auto& [name, value] : sharded.full_parameters())
+      EXPECT_LE((value - expected[name]).abs().max().item<double>(), 1e-12) << name;
+  });
+}
+
 TEST(OptimizerUse, TwoStepsOnOneGradient) {
   expect_as_unsharded([](Training& training) {
     training.backward(0);

@@ -73,6 +73,9 @@ class Engine final : public AccessHandler {
   /// gradients times min(1, max_norm / (norm + 1e-6)), as torch::nn::utils::clip_grad_norm_.
   double clip_gradient_norm(double max_norm);
 
+  /// Limits each element of the gradients to ±`limit`. Collective.
+  void clip_gradient_values(double limit);
+
   /// The attached optimizer's step (collective). Returns whether the step was applied.
   bool run_step();
   /// Drops the gradients of this step.
@@ -111,6 +114,7 @@ class Engine final : public AccessHandler {
   // Without an optimizer of our own nobody would tell when the last micro-batch was: each is reduced.
   bool keeps_local_gradients() const { return accumulating_ > 0 && !gradients_sharded() && consumer_ != nullptr; }
   void refuse_gradients_in_module() const;
+  void make_clippable();
   bool updates_in_backward() const;
 
   void enter_forward();

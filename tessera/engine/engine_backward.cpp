@@ -60,7 +60,7 @@ void Engine::post(uint32_t index) {
 
 void Engine::sweep_gradients(Unit& unit) {
   for (ParameterIndex p = 0; p < unit.parameters().size(); ++p)
-    if (!unit.parameters()[p].arrived && unit.parameters()[p].tensor.grad().defined()) unit.take_gradient(p, 1.0);
+    if (unit.parameters()[p].tensor.grad().defined()) unit.take_gradient(p, 1.0);
 }
 
 void Engine::post_rest() {

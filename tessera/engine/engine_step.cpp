@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -178,7 +179,10 @@ void Engine::zero_grad() {
     for (auto& parameter : unit->parameters()) {
       parameter.shard.mutable_grad() = at::Tensor();
       parameter.tensor.mutable_grad() = at::Tensor();
+      parameter.taken = at::Tensor();
+      parameter.arrived = false;
     }
+    unit->arrivals = 0;
     unit->forget_gradients();
   }
   take_back_lent();
@@ -189,17 +193,29 @@ double Engine::weight_by(double count, double total) {
     throw ConfigError(text("weight_by needs counts that are not negative, but got ", count, " of ", total));
   if (total == 0)
     for (const auto& theirs : communicator_->all_gather("counts of samples", packed(count))) total += unpacked<double>(theirs);
+  for (const auto& unit : units_) sweep_gradients(*unit);  // of earlier micro-batches, which this weight is not for
   if (total == 0) throw ConfigError("weight_by: no rank has any sample, so there is nothing to weight by");
   return weight_ = count * communicator_->size() / total;
 }
 
-double Engine::clip_gradient_norm(double max_norm) {
+void Engine::make_clippable() {
   if (consumer_ != nullptr && consumer_->fuses_reduction())
     throw ConfigError(
-        "the gradient norm is not known before the update when the optimizer takes the gradients as they are reduced; "
-        "construct it without fused_reduction");
+        "the gradients are not known before the update when the optimizer takes them as they are reduced; construct it without "
+        "fused_reduction");
   settle();
   make_reduced();
+}
+
+void Engine::clip_gradient_values(double limit) {
+  if (!(limit >= 0)) throw ConfigError(text("the limit of gradients' values must be 0 or more, but is ", limit));
+  make_clippable();
+  const double factor = consumer_ != nullptr ? std::exchange(clip_, 1.0) : 1.0;  // of an earlier clip by norm
+  for (const auto& unit : units_) unit->clamp_gradients(factor, limit);
+}
+
+double Engine::clip_gradient_norm(double max_norm) {
+  make_clippable();
   double mine = 0;
   for (const auto& unit : units_)
     for (const auto& parameter : unit->parameters()) mine += parameter.squares;

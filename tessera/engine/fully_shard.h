@@ -79,6 +79,8 @@ class Sharded {
   /// Clips the gradients' global norm to `max_norm`; returns the norm before, the same number on all ranks. Collective. Call
   /// between backward and step. Throws ConfigError if the optimizer takes gradients as they are reduced.
   double clip_grad_norm(double max_norm) { return engine_->clip_gradient_norm(max_norm); }
+  /// Limits every element of the gradients to [−limit, limit]. Otherwise as clip_grad_norm.
+  void clip_grad_value(double limit) { engine_->clip_gradient_values(limit); }
   double grad_norm() { return engine_->clip_gradient_norm(std::numeric_limits<double>::infinity()); }
 
   void zero_grad() { engine_->zero_grad(); }

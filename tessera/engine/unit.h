@@ -117,6 +117,8 @@ class Unit {
   /// The same for sharded gradients, in two halves, between barriers of all ranks.
   void offer_sums();
   void take_sums();
+  /// Limits the elements of reduced gradients, times `factor`, to ±`limit`.
+  void clamp_gradients(double factor, double limit);
   /// Feeds the reduced gradients to `consumer`.
   void consume_reduced(GradientConsumer& consumer, double scale, int64_t step);
   /// Where peers find this rank's reduced gradient (for read_gradient), or 0 if there is none.
@@ -175,6 +177,7 @@ class Unit {
   template <class Action>
   void for_each_sum_of_peers(ParameterIndex p, const Action& action);  // action(run, its sum)
   void show_gradient(ParameterIndex p);
+  void show_gradient_anew(ParameterIndex p);
   at::Tensor reduced_shard(ParameterIndex p) const;
   bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
 

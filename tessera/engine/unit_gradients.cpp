@@ -33,7 +33,11 @@ void Unit::keep_staged_sum(ParameterIndex p) {
     return;
   parameter.sum = at::from_blob(sums_area_.get() + at, parameter.sum.sizes(), parameter.sum.options()).copy_(parameter.sum);
   staged_ += Bytes(static_cast<int64_t>(parameter.sum.nbytes()));
-  parameter.shard.mutable_grad() = at::Tensor();
+  show_gradient_anew(p);
+}
+
+void Unit::show_gradient_anew(ParameterIndex p) {
+  parameters_[p].shard.mutable_grad() = at::Tensor();
   show_gradient(p);
 }
 
@@ -244,6 +248,21 @@ void Unit::take_sums() {
     });
     parameters_[p].partial = false;
     show_gradient(p);
+  }
+}
+
+void Unit::clamp_gradients(double factor, double limit) {
+  const at::NoGradGuard no_grad;
+  for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
+    auto& parameter = parameters_[p];
+    if (!parameter.has_gradient) continue;
+    const auto elements = [&](const Run& run) {
+      return at::from_blob(reduced_at(p, run), {run.count}, at::TensorOptions().dtype(gradient_type_));
+    };
+    for (const Run& run : parameter.updated) elements(run).mul_(factor).clamp_(-limit, limit);
+    parameter.squares = 0;
+    for (const Run& run : parameter.summed) parameter.squares += elements(run).to(at::kDouble).pow(2).sum().item<double>();
+    if (parameter.shard.grad().defined()) show_gradient_anew(p);
   }
 }
 
