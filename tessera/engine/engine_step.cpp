@@ -201,8 +201,8 @@ double Engine::weight_by(double count, double total) {
 void Engine::make_clippable() {
   if (consumer_ != nullptr && consumer_->fuses_reduction())
     throw ConfigError(
-        "the gradients are not known before the update when the optimizer takes them as they are reduced; construct it without "
-        "fused_reduction");
+        "gradients and their norm are not known before the update when the optimizer takes them as they are reduced; construct it "
+        "without fused_reduction");
   settle();
   make_reduced();
 }
