@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "tessera/base/descriptor.h"
 #include "cli/output_sink.h"
 #include "cli/rank_output.h"
+#include "tessera/base/descriptor.h"
 
 namespace tessera::cli {
 

@@ -8,7 +8,10 @@ cd "$(dirname "$0")/.."
 mode=$1
 
 # Versions differ in where they break lines: the one that the sources were formatted with, if it is there.
-format=$(command -v clang-format-14 || command -v clang-format)
+if ! format=$(command -v clang-format-14 || command -v clang-format); then
+  echo "clang-format is not installed; 'make format' and 'make lint' install it, or: apt-get install clang-format-14" >&2
+  exit 1
+fi
 mapfile -t sources < <(find tessera models cli tests bench examples cmake \( -name '*.h' -o -name '*.cpp' \) | sort)
 
 if [[ $mode == format ]]; then

@@ -98,7 +98,8 @@ TEST(Cases, B15FrozenAtFirstThenUnfrozen) {
       net_s_loss(net, here, 0, torch::kBFloat16).backward();
       if (sharded_run) return sharded->grad_norm();
       double squares = 0;
-      for (const auto& parameter : net->parameters()) squares += parameter.grad().to(torch::kDouble).pow(2).sum().item<double>();
+      for (const auto& parameter : net->parameters())
+        squares += parameter.grad().to(torch::kDouble).pow(2).sum().item<double>();
       return std::sqrt(squares);
     };
     EXPECT_NEAR(run(true), run(false), 0.01);  // bf16 has three digits, and rows are summed in another order

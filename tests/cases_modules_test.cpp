@@ -33,7 +33,8 @@ TORCH_MODULE(Tied);
 TEST(Cases, B16TiedWeightsStayTied) {
   for_every_placement([](const World& world, const Placements& placements) {
     Tied net;
-    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"e", "b", "output"})});
+    auto sharded =
+        fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"e", "b", "output"})});
     const auto tokens = torch::arange(8);
     auto loss = torch::nn::functional::cross_entropy(net(tokens), tokens + 1);
     loss.backward();

@@ -125,7 +125,8 @@ TEST(Cases, B03ARankSkipsAUnit) {
   for_every_placement(
       [](const World& world, const Placements& placements) {
         Skipping net, plain;
-        auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"e0", "e1"})});
+        auto sharded =
+            fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"e0", "e1"})});
         const auto x = torch::ones({2, 4});
         net(x, world.rank.value == 1).pow(2).mean().backward();
         ((plain(x, false).pow(2).mean() + plain(x, true).pow(2).mean()) / 2).backward();
@@ -194,7 +195,8 @@ TEST(Cases, B07RanksUseUnitsInDifferentOrder) {
   for_every_placement(
       [](const World& world, const Placements& placements) {
         Pair pair(false), plain(false);
-        auto sharded = fully_shard(pair, mesh_for(world, placements), {.placements = placements, .units = named({"a", "b"})});
+        auto sharded =
+            fully_shard(pair, mesh_for(world, placements), {.placements = placements, .units = named({"a", "b"})});
         const auto run = [](Pair& net, int rank) {
           return rank == 0 ? net->b(net->a(torch::eye(4))) : net->a(net->b(torch::eye(4)));
         };

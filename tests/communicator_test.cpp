@@ -176,7 +176,8 @@ TEST(Communicator, DifferentObjectsAreAnError) {
   const auto ends = run_ranks(2, [](World world) {
     const auto communicator = SharedMemory::connect(world);
     communicator->barrier("start");
-    const auto window = communicator->parameter_window(world.rank.value == 0 ? "blocks.0" : "blocks.1", Bytes(256), one_copy(world.size));
+    const auto window =
+        communicator->parameter_window(world.rank.value == 0 ? "blocks.0" : "blocks.1", Bytes(256), one_copy(world.size));
     window->gather(1, "blocks", 1);
   });
   std::string all;

@@ -55,9 +55,9 @@ TEST(DeferredMemory, ShardingHoldsOneUnitAndTheShards) {
           torch::nn::Sequential model{nullptr};
           EXPECT_LT(peak_of([&] { model = deferred([] { return stack_of(kWidth, kLayers); }); }), kUnit + kSlack);
           EXPECT_LT(peak_of([] {}), kSlack);
-          const int64_t peak = peak_of([&] { fully_shard(model, mesh_for(world, placements), options_for(placements, initial)); });
-          EXPECT_LT(peak,
-                    shards_of(world, placements) + kUnit + kSlack + (initial == Initial::broadcast ? 8 * kMebi : 0));
+          const int64_t peak =
+              peak_of([&] { fully_shard(model, mesh_for(world, placements), options_for(placements, initial)); });
+          EXPECT_LT(peak, shards_of(world, placements) + kUnit + kSlack + (initial == Initial::broadcast ? 8 * kMebi : 0));
           EXPECT_GT(peak, shards_of(world, placements));
         },
         {2});

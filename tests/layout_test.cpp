@@ -29,7 +29,8 @@ constexpr int64_t kFloat = 4;
 
 using Runs = std::vector<Run>;
 
-Layout flat_layout(const std::vector<NamedShape>& shapes, int ranks, int64_t element_size = kFloat, Bytes alignment = Bytes{64}) {
+Layout flat_layout(const std::vector<NamedShape>& shapes, int ranks, int64_t element_size = kFloat,
+                   Bytes alignment = Bytes{64}) {
   return {shapes, tessera::flat(), ranks, element_size, alignment};
 }
 
@@ -250,7 +251,7 @@ TEST(Layout, EveryElementHasOneOwner) {
 TEST(Layout, PerParameterSplitsRows) {
   const std::vector<NamedShape> shapes = {{"matrix", {7, 3}}, {"bias", {2}}, {"scale", {}}};
   const Layout layout(shapes, per_parameter(), 4, kFloat, Bytes{4});
-  EXPECT_EQ(layout.total(), Numel(24));  // no padding to equal chunks
+  EXPECT_EQ(layout.total(), Numel(24));                // no padding to equal chunks
   EXPECT_EQ(layout.runs(0, 0, 4), (Runs{{0, 6, 0}}));  // ⌈7 / 4⌉ = 2 rows
   EXPECT_EQ(layout.runs(0, 3, 4), (Runs{{18, 3, 0}}));
   EXPECT_EQ(layout.runs(1, 1, 4), (Runs{{1, 1, 6}}));
@@ -338,7 +339,8 @@ TEST(Division, EveryElementIsHeldUpdatedAndSummed) {
         hybrids ? hybrid("shard", "replicate", between(random, 0, 1) == 1)
                 : std::vector{ddp(), zero1(), zero2(), zero3()}[static_cast<size_t>(between(random, 0, 3))];
     const LayoutKind kind = random_kind(random);
-    SCOPED_TRACE(name_of(placements) + ", " + name_of(kind) + ", " + std::to_string(replicas) + " x " + std::to_string(shards));
+    SCOPED_TRACE(name_of(placements) + ", " + name_of(kind) + ", " + std::to_string(replicas) + " x " +
+                 std::to_string(shards));
     const Layout layout(shapes, kind, ranks, kFloat, Bytes{4});
     const Division division(placements, mesh);
     for (ParameterIndex p = 0; p < shapes.size(); ++p) {

@@ -16,7 +16,8 @@ constexpr int64_t kMebi = int64_t{1} << 20;
 void train_some(const World& world, const Placements& placements, int64_t width, int layers) {
   torch::nn::Sequential model;
   for (int i = 0; i < layers; ++i) model->push_back(torch::nn::Linear(width, width));
-  auto sharded = fully_shard(model, mesh_for(world, placements), {.placements = placements, .units = units_of<torch::nn::LinearImpl>()});
+  auto sharded = fully_shard(model, mesh_for(world, placements),
+                             {.placements = placements, .units = units_of<torch::nn::LinearImpl>()});
   AdamW optimizer(sharded, {.lr = 1e-3});
   for (int step = 0; step < 3; ++step) {
     model->forward(torch::ones({64, width})).pow(2).mean().backward();

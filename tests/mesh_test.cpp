@@ -196,8 +196,13 @@ TEST_F(FromEnvironment, Slurm) {
 
 TEST_F(FromEnvironment, SlurmsListSaysHowManyRanksAHostHas) {
   const auto local_size = [](const char* list, const char* node) {
-    return world({{"SLURM_PROCID", "3"}, {"SLURM_NTASKS", "9"}, {"SLURM_LOCALID", "0"}, {"SLURM_STEP_ID", "0"},
-                  {"SLURM_NNODES", "3"}, {"SLURM_STEP_TASKS_PER_NODE", list}, {"SLURM_NODEID", node}})
+    return world({{"SLURM_PROCID", "3"},
+                  {"SLURM_NTASKS", "9"},
+                  {"SLURM_LOCALID", "0"},
+                  {"SLURM_STEP_ID", "0"},
+                  {"SLURM_NNODES", "3"},
+                  {"SLURM_STEP_TASKS_PER_NODE", list},
+                  {"SLURM_NODEID", node}})
         .local_size;
   };
   EXPECT_EQ(local_size("4(x2),1", "0"), 4);

@@ -15,8 +15,8 @@ Tensor matrix(int t, int64_t rows, int64_t columns) {
   return (0.3 * torch::sin(0.37 * k + 1.1 * t + 0.5)).view({rows, columns});
 }
 
-// The sums are those of torch.optim.Muon's formulas (PyTorch 2.13), evaluated in fp64 with numpy: three steps from the common
-// values, lr 0.02.
+// The sums are those of torch.optim.Muon's formulas (PyTorch 2.13), evaluated in fp64 with numpy: three steps from the
+// common values, lr 0.02.
 TEST(Muon, IsTorchsFormula) {
   struct Expected {
     int64_t rows, columns;
@@ -24,10 +24,11 @@ TEST(Muon, IsTorchsFormula) {
     bool nesterov;
     double sum, absolute;
   };
-  for (const auto& expected : {Expected{5, 3, MuonOptions::AdjustLr::original, true, 0.06659045604787506, 3.186266165750867},
-                               Expected{5, 3, MuonOptions::AdjustLr::match_rms_adamw, false, 0.04440498685227115, 3.129890684477689},
-                               Expected{3, 5, MuonOptions::AdjustLr::original, true, 0.07149228822297066, 3.190957564448454},
-                               Expected{3, 5, MuonOptions::AdjustLr::match_rms_adamw, false, 0.05128128646129071, 3.1333837571882164}}) {
+  for (const auto& expected :
+       {Expected{5, 3, MuonOptions::AdjustLr::original, true, 0.06659045604787506, 3.186266165750867},
+        Expected{5, 3, MuonOptions::AdjustLr::match_rms_adamw, false, 0.04440498685227115, 3.129890684477689},
+        Expected{3, 5, MuonOptions::AdjustLr::original, true, 0.07149228822297066, 3.190957564448454},
+        Expected{3, 5, MuonOptions::AdjustLr::match_rms_adamw, false, 0.05128128646129071, 3.1333837571882164}}) {
     for (const auto type : {torch::kDouble, torch::kBFloat16}) {
       Tensor values = matrix(0, expected.rows, expected.columns).requires_grad_(true);
       Muon muon({{"w", values}}, {.lr = 0.02, .nesterov = expected.nesterov, .adjust_lr = expected.adjust, .type = type});

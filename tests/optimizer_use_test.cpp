@@ -52,7 +52,8 @@ void expect_as_unsharded(const Body& body) {
     training.sharded =
         fully_shard(training.net, mesh_for(world, placements), {.placements = placements, .units = named({"first"})});
     for (Training* each : {&training, &plain}) {
-      each->optimizer = std::make_unique<torch::optim::SGD>(each->parameters(), torch::optim::SGDOptions(0.02).momentum(0.5));
+      each->optimizer =
+          std::make_unique<torch::optim::SGD>(each->parameters(), torch::optim::SGDOptions(0.02).momentum(0.5));
       body(*each);
     }
     auto expected = plain.net->named_parameters();
@@ -223,7 +224,8 @@ TEST(OptimizerUse, AFusedUpdateCannotBeDropped) {
       if (s == 0) optimizer.step();
     }
     const bool updated = placements == zero2() || placements == zero3() ||
-                         placements == hybrid("shard", "replicate", true) || (world.size == 1 && placements != ddp() && placements != zero1());
+                         placements == hybrid("shard", "replicate", true) ||
+                         (world.size == 1 && placements != ddp() && placements != zero1());
     if (updated)
       expect_words(refusal<GuardError>([&] { optimizer.zero_grad(); }), {"fused_reduction", "'first'", "step"});
     else

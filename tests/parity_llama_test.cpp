@@ -110,12 +110,11 @@ Outcome sharded(int ranks, const Variant& variant) {
     Llama model = new_model();
     std::vector<std::string> order;
     for (const auto& item : model->named_parameters()) order.push_back(item.key());
-    auto sharded = fully_shard(
-        model, mesh_for(world, variant.placements),
-        {.placements = variant.placements,
-         .units = units_of<models::LlamaBlockImpl>(),
-         .layouts = {{"*", variant.layout}},
-         .precision = variant.precision});
+    auto sharded = fully_shard(model, mesh_for(world, variant.placements),
+                               {.placements = variant.placements,
+                                .units = units_of<models::LlamaBlockImpl>(),
+                                .layouts = {{"*", variant.layout}},
+                                .precision = variant.precision});
     auto options = kAdamW;
     options.fused_reduction = variant.fused;
     AdamW optimizer(sharded, options);

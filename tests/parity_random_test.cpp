@@ -64,8 +64,8 @@ Draw::Draw(uint64_t drawn) : seed(drawn) {
   std::mt19937_64 random(seed ^ 0x5eed);
   const auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
   const auto all = every_placement();
-  const LayoutKind kinds[] = {flat(),           per_parameter(), per_parameter(1), per_parameter(-2), block(1),
-                              block(draw(2, 9)), whole_parameters()};
+  const LayoutKind kinds[] = {flat(),   per_parameter(),   per_parameter(1),  per_parameter(-2),
+                              block(1), block(draw(2, 9)), whole_parameters()};
   ranks = draw(1, 5);
   micros = draw(0, 2) == 0 ? draw(2, 3) : 1;
   placements = all[static_cast<size_t>(draw(0, 5))];
@@ -99,9 +99,9 @@ std::string words_of(const std::vector<LayoutChoice>& layouts) {
 }
 
 std::string Draw::description() const {
-  return text("TESSERA_TEST_SEED=", seed, ": ", ranks, " ranks, ", name_of(placements), ", ", replicas, " replicas, ", words_of(layouts),
-              kUpdates[static_cast<int>(updates)], ", ", net.type == torch::kDouble ? "fp64" : "fp32", ", ", micros,
-              " micro-batches", hold_all ? " (all held)" : "", drop ? ", others dropped" : "",
+  return text("TESSERA_TEST_SEED=", seed, ": ", ranks, " ranks, ", name_of(placements), ", ", replicas, " replicas, ",
+              words_of(layouts), kUpdates[static_cast<int>(updates)], ", ", net.type == torch::kDouble ? "fp64" : "fp32",
+              ", ", micros, " micro-batches", hold_all ? " (all held)" : "", drop ? ", others dropped" : "",
               clip ? text(", clipped to ", *clip) : "", ", units ", unit_share, evaluate ? ", evaluated" : "",
               broadcast ? ", broadcast" : "", "; ", RandomNet(seed, net)->description());
 }
@@ -197,13 +197,12 @@ Run sharded_run(const Draw& draw, const World& world) {
     for (auto& [name, parameter] : net->unique_parameters()) parameter.add_(rank);
   }
   const bool hybrids = !draw.placements.shard_axis.empty();
-  auto sharded = fully_shard(net,
-                             hybrids ? Mesh(world, {{"replicate", draw.replicas}, {"shard", world.size / draw.replicas}})
-                                     : Mesh(world),
-                             {.placements = draw.placements,
-                              .units = random_units(net, draw),
-                              .layouts = draw.layouts,
-                              .initial = draw.broadcast ? Initial::broadcast : Initial::verify});
+  auto sharded = fully_shard(
+      net, hybrids ? Mesh(world, {{"replicate", draw.replicas}, {"shard", world.size / draw.replicas}}) : Mesh(world),
+      {.placements = draw.placements,
+       .units = random_units(net, draw),
+       .layouts = draw.layouts,
+       .initial = draw.broadcast ? Initial::broadcast : Initial::verify});
   std::unique_ptr<AdamW> ours;
   std::unique_ptr<torch::optim::Optimizer> theirs;
   if (draw.ours()) {

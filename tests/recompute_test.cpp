@@ -82,7 +82,8 @@ Tensor loss_of(const Forward& forward, Stack& net, const Tensor& x) {
 void expect_as_unsharded(const Forward& forward) {
   for_every_placement([&](const World& world, const Placements& placements) {
     Stack net, alone;
-    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = units_of<DroppingImpl>()});
+    auto sharded =
+        fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = units_of<DroppingImpl>()});
     torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1)),
         other(alone->parameters(), torch::optim::SGDOptions(0.1));
     for (int step = 0; step < 3; ++step) {
@@ -116,8 +117,10 @@ TEST(Recompute, NoGradIsAPlainCallAndModulesMayReturnVectors) {
     EXPECT_FALSE(recompute(linear, torch::ones({2, 3})).requires_grad());
   }
   const auto both = recompute(
-      [&](const Tensor& a, const Tensor& b) { return std::vector<Tensor>{linear(a), b * 2}; }, torch::ones({2, 3}),
-      torch::ones({2}).requires_grad_(true));
+      [&](const Tensor& a, const Tensor& b) {
+        return std::vector<Tensor>{linear(a), b * 2};
+      },
+      torch::ones({2, 3}), torch::ones({2}).requires_grad_(true));
   ASSERT_EQ(both.size(), 2U);
   (both[0].sum() + both[1].sum()).backward();
   EXPECT_TRUE(torch::equal(linear->bias.grad(), torch::full({3}, 2.0)));

@@ -157,7 +157,9 @@ TEST(State, OneReplacedParameterIsFoundWhenOthersAreUsed) {
 // ---- buffers ---------------------------------------------------------------------------------------------------------
 
 struct NormedImpl : torch::nn::Module {
-  NormedImpl() : norm(register_module("norm", torch::nn::BatchNorm1d(6))), linear(register_module("linear", torch::nn::Linear(6, 3))) {}
+  NormedImpl()
+      : norm(register_module("norm", torch::nn::BatchNorm1d(6))),
+        linear(register_module("linear", torch::nn::Linear(6, 3))) {}
   Tensor forward(const Tensor& x) { return linear(norm(x)); }
   torch::nn::BatchNorm1d norm{nullptr};
   torch::nn::Linear linear{nullptr};
@@ -165,9 +167,7 @@ struct NormedImpl : torch::nn::Module {
 TORCH_MODULE(Normed);
 
 /// The running mean that `rank`'s rows alone lead to.
-Tensor own_mean(int rank) {
-  return 0.1 * input_rows(0, 4 * rank, 4 * rank + 4, 6).mean(0);
-}
+Tensor own_mean(int rank) { return 0.1 * input_rows(0, 4 * rank, 4 * rank + 4, 6).mean(0); }
 
 TEST(Buffers, AreKeptEqualAsThePolicySays) {
   for_every_placement(

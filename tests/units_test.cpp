@@ -34,16 +34,16 @@ TEST(Units, ByNameSizeAndTogether) {
 
 TEST(Units, OneOfEachTypeAndLayout) {
   on_ranks(1, [](World) {
-    const ShardOptions options{.units = units_named({"middle"}), .layouts = {{"*.bias", block(2)}, {"first.*", per_parameter()}}};
-    EXPECT_EQ(units_with(options), (Names{"(root)", "(root):Float:block(2)", "middle", "middle:Float:block(2)", "(root):Float:flat"}));
+    const ShardOptions options{.units = units_named({"middle"}),
+                               .layouts = {{"*.bias", block(2)}, {"first.*", per_parameter()}}};
+    EXPECT_EQ(units_with(options),
+              (Names{"(root)", "(root):Float:block(2)", "middle", "middle:Float:block(2)", "(root):Float:flat"}));
   });
 }
 
 TEST(Units, PatternsThatMatchNothing) {
   on_ranks(1, [](World) {
-    const auto refused = [](const ShardOptions& options) {
-      return refusal<ConfigError>([&] { units_with(options); });
-    };
+    const auto refused = [](const ShardOptions& options) { return refusal<ConfigError>([&] { units_with(options); }); };
     expect_words(refused({.units = units_named({"block*"})}), {"unit policy matches no module"});
     expect_words(refused({.units = units_named({"m*"}), .joined = {"last"}}), {"'last'", "no unit"});
     expect_words(refused({.layouts = {{"*", flat()}, {"first.*", block(2)}}}), {"'first.*'", "block(2)", "in order"});

@@ -112,7 +112,7 @@ bool receive_welcome(int socket, Welcome& welcome, Descriptor& memory, Deadline 
     memory = Descriptor(fd);
   }
   return memory.open() && receive_exactly(socket, reinterpret_cast<char*>(&welcome) + got,
-                                   sizeof welcome - static_cast<size_t>(got), deadline);
+                                          sizeof welcome - static_cast<size_t>(got), deadline);
 }
 
 Descriptor create_memory(int64_t bytes) {

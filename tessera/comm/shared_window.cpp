@@ -35,8 +35,8 @@ std::chrono::nanoseconds SharedWindow::fetch(uint32_t epoch, const Operation& op
   size_t done = 0;
   while (done < parts && fetched(done)) ++done;
   if (done == parts) return {};
-  auto spent = segment_->wait(
-      operation, [&](Rank r) { return published()[r.value].epoch.load(std::memory_order_acquire) >= epoch; });
+  auto spent =
+      segment_->wait(operation, [&](Rank r) { return published()[r.value].epoch.load(std::memory_order_acquire) >= epoch; });
   const auto start = std::chrono::steady_clock::now();
   const uint64_t claim = uint64_t{epoch} << 32 | static_cast<uint32_t>(segment_->rank().value);
   for (size_t i = 0; i < parts; ++i) {
@@ -53,7 +53,8 @@ std::chrono::nanoseconds SharedWindow::fetch(uint32_t epoch, const Operation& op
   // What others have claimed they are about to finish.
   return spent + segment_->wait(operation, [&](Rank r) {
     for (size_t part = 0; part < parts; ++part)
-      if (!fetched(part) && (part_of_copy(part).claimed.load() & 0xffffffffU) == static_cast<uint32_t>(r.value)) return false;
+      if (!fetched(part) && (part_of_copy(part).claimed.load() & 0xffffffffU) == static_cast<uint32_t>(r.value))
+        return false;
     return true;
   });
 }

@@ -9,7 +9,8 @@ namespace tessera {
 /// which are nested. To be called inside a backward. Not called if that backward ends with an exception.
 void at_end_of_backward(std::function<void()> action);
 
-/// Is a node of a backward being computed on this thread? In the callbacks at the end of a backward: was it nested in another?
+/// Is a node of a backward being computed on this thread? In the callbacks at the end of a backward: was it nested in
+/// another?
 bool inside_node();
 
 /// Held around a backward that a node of another backward runs.

@@ -41,7 +41,8 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings&
   for (auto& spec : specs) {
     settings.prepare(spec);
     const auto index = static_cast<uint32_t>(units_.size());
-    units_.push_back(std::make_unique<Unit>(std::move(spec), index, placements_, division_, settings.precision, *communicator_, *this));
+    units_.push_back(
+        std::make_unique<Unit>(std::move(spec), index, placements_, division_, settings.precision, *communicator_, *this));
     auto& parameters = units_.back()->parameters();
     if (!trainable_type(units_.back()->working_type())) continue;
     for (ParameterIndex p = 0; p < parameters.size(); ++p)
@@ -99,7 +100,8 @@ void Engine::attach(GradientConsumer* consumer) {
 
 bool Engine::updates_in_backward() const {
   // The first step is always done apart: it shows which units are used after their gradients are complete.
-  return gradients_sharded() && !division_.shares_sums() && consumer_ != nullptr && consumer_->fuses_reduction() && step_ > 1 && accumulating_ == 0;
+  return gradients_sharded() && !division_.shares_sums() && consumer_ != nullptr && consumer_->fuses_reduction() &&
+         step_ > 1 && accumulating_ == 0;
 }
 
 // ---- access --------------------------------------------------------------------------------------------------------

@@ -44,10 +44,11 @@ void Engine::refuse_replaced() const {
   for (const auto& unit : units_)
     for (ParameterIndex p = 0; p < unit->parameters().size(); ++p)
       if (unit->replaced(p))
-        throw GuardError(text("parameter '", unit->parameters()[p].name, "' of unit '", unit->name(),
-                              "' was given other memory after sharding (set_data, torch::load and Module::to do that), which "
-                              "would never be trained. Call Sharded::adopt() on all ranks to take over the values, or copy "
-                              "into the parameter instead"));
+        throw GuardError(
+            text("parameter '", unit->parameters()[p].name, "' of unit '", unit->name(),
+                 "' was given other memory after sharding (set_data, torch::load and Module::to do that), which "
+                 "would never be trained. Call Sharded::adopt() on all ranks to take over the values, or copy "
+                 "into the parameter instead"));
 }
 
 void Engine::write(const std::vector<NewValues>& all) {

@@ -111,7 +111,8 @@ void Engine::refuse_gradients_in_module() const {
     for (const auto& parameter : unit->parameters())
       if (parameter.tensor.grad().defined())
         throw GuardError(text("the .grad of the module's own parameter '", parameter.name, "' was set after backward (step ",
-                              step_, "), where no optimizer looks; change the .grad of Sharded::parameters() instead, or use "
+                              step_,
+                              "), where no optimizer looks; change the .grad of Sharded::parameters() instead, or use "
                               "Sharded::clip_grad_norm"));
 }
 
@@ -161,8 +162,11 @@ void Engine::zero_grad() {
   settle();
   for (const auto& unit : units_)
     if (unit->updated)
-      throw GuardError(text("the gradients of step ", step_, " can't be dropped: with fused_reduction they have already "
-                            "updated unit '", unit->name(), "'. Call the optimizer's step first, or construct it without "
+      throw GuardError(text("the gradients of step ", step_,
+                            " can't be dropped: with fused_reduction they have already "
+                            "updated unit '",
+                            unit->name(),
+                            "'. Call the optimizer's step first, or construct it without "
                             "fused_reduction"));
   for (const uint32_t index : to_reduce_) {  // handed over, but nobody wants them any more
     units_[index]->drop_round();
@@ -192,7 +196,8 @@ double Engine::weight_by(double count, double total) {
   if (!(count >= 0 && std::isfinite(count) && total >= 0 && std::isfinite(total)))
     throw ConfigError(text("weight_by needs counts that are not negative, but got ", count, " of ", total));
   if (total == 0)
-    for (const auto& theirs : communicator_->all_gather("counts of samples", packed(count))) total += unpacked<double>(theirs);
+    for (const auto& theirs : communicator_->all_gather("counts of samples", packed(count)))
+      total += unpacked<double>(theirs);
   for (const auto& unit : units_) sweep_gradients(*unit);  // of earlier micro-batches, which this weight is not for
   if (total == 0) throw ConfigError("weight_by: no rank has any sample, so there is nothing to weight by");
   return weight_ = count * communicator_->size() / total;
@@ -201,7 +206,8 @@ double Engine::weight_by(double count, double total) {
 void Engine::make_clippable() {
   if (consumer_ != nullptr && consumer_->fuses_reduction())
     throw ConfigError(
-        "gradients and their norm are not known before the update when the optimizer takes them as they are reduced; construct it "
+        "gradients and their norm are not known before the update when the optimizer takes them as they are reduced; "
+        "construct it "
         "without fused_reduction");
   settle();
   make_reduced();

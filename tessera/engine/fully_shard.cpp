@@ -115,11 +115,11 @@ std::vector<UnitSpec> collect(const torch::nn::Module& module, const ShardOption
     check_parameter(item.key(), tensor, storages);
     const std::string unit = unit_of(item.key(), names);
     const LayoutKind layout = layout_of(item.key(), options.layouts, counts);
-    const auto [found, fresh] =
-        index_of.emplace(std::tuple(unit, tensor.scalar_type(), name_of(layout)), units.size());
+    const auto [found, fresh] = index_of.emplace(std::tuple(unit, tensor.scalar_type(), name_of(layout)), units.size());
     if (fresh) {
       std::string name = unit.empty() ? kRoot : unit;
-      if (!used.insert(name).second) used.insert(name += text(":", c10::toString(tensor.scalar_type()), ":", name_of(layout)));
+      if (!used.insert(name).second)
+        used.insert(name += text(":", c10::toString(tensor.scalar_type()), ":", name_of(layout)));
       units.push_back({name, {}, layout});
     }
     units[found->second].parameters.push_back({item.key(), tensor});
@@ -141,8 +141,9 @@ Bytes state_of_host(const std::vector<UnitSpec>& units, const ShardOptions& opti
       const auto element =
           static_cast<int64_t>(c10::elementSize(trainable_type(type) ? options.precision.working.value_or(type) : type));
       const int64_t copies = division.copies();
-      const int64_t gradients =
-          options.placements.gradient == Placement::sharded ? division.ranks() / division.optimizer_parts() : division.ranks();
+      const int64_t gradients = options.placements.gradient == Placement::sharded
+                                    ? division.ranks() / division.optimizer_parts()
+                                    : division.ranks();
       bytes += parameter.tensor.numel() * element * (copies + (parameter.tensor.requires_grad() ? gradients : 0));
     }
   return Bytes(bytes);
@@ -153,8 +154,9 @@ std::string words_for(const ShardOptions& options, const Mesh& mesh) {
   std::string axes, layouts;
   for (const auto& axis : mesh.axes()) axes += text(axes.empty() ? "" : " x ", axis.name, " ", axis.size);
   for (const auto& choice : options.layouts) layouts += text(", layout of '", choice.pattern, "' ", name_of(choice.layout));
-  return text("placement ", name_of(options.placements), " on the mesh ", axes, layouts, ", working type ", type(options.precision.working),
-              ", gradient type ", type(options.precision.gradient), ", type of buffers ", type(options.precision.buffers),
+  return text("placement ", name_of(options.placements), " on the mesh ", axes, layouts, ", working type ",
+              type(options.precision.working), ", gradient type ", type(options.precision.gradient), ", type of buffers ",
+              type(options.precision.buffers),
               options.buffers == Buffers::average     ? ", buffers averaged"
               : options.buffers == Buffers::broadcast ? ", buffers broadcast"
                                                       : ", buffers local",
@@ -222,11 +224,11 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
     materialize(tensors_of(unit));
     if (options.initial == Initial::broadcast) broadcast_values(*communicator, unit);
   };
-  auto engine = std::make_shared<Engine>(
-      communicator,
-      EngineSettings{options.placements, division, options.precision, options.non_finite,
-                     options.gradient_divisor.value_or(communicator->size()), give_values},
-      std::move(units));
+  auto engine =
+      std::make_shared<Engine>(communicator,
+                               EngineSettings{options.placements, division, options.precision, options.non_finite,
+                                              options.gradient_divisor.value_or(communicator->size()), give_values},
+                               std::move(units));
   auto buffers = buffers_of(module, options);
   buffers->agree(*communicator, options.initial == Initial::verify);
   if (!buffers->empty()) engine->keep_equal(std::move(buffers));

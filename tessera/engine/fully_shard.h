@@ -70,9 +70,9 @@ class Sharded {
   Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena);
 
   /// This rank's parts of the master parameters, in a fixed order that is the same on all ranks: 1-D unless the part is the
-  /// whole parameter; empty where this rank owns nothing. After backward their .grad is the mean over ranks. For any optimizer
-  /// that treats elements one by one, as all of torch::optim do but LBFGS; what combines elements over ranks, such as a norm,
-  /// must not be computed from one rank's shards: use clip_grad_norm.
+  /// whole parameter; empty where this rank owns nothing. After backward their .grad is the mean over ranks. For any
+  /// optimizer that treats elements one by one, as all of torch::optim do but LBFGS; what combines elements over ranks, such
+  /// as a norm, must not be computed from one rank's shards: use clip_grad_norm.
   std::vector<at::Tensor> parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
 
@@ -112,8 +112,8 @@ class Sharded {
   std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
 
   /// Replaces whole parameters by name; the same values on all ranks, of any floating type, of which the master parameters
-  /// keep all digits. `strict`: throws ConfigError listing all names that are missing, unknown, or of another shape; otherwise
-  /// missing ones keep their values. Nothing is written when it throws. Collective.
+  /// keep all digits. `strict`: throws ConfigError listing all names that are missing, unknown, or of another shape;
+  /// otherwise missing ones keep their values. Nothing is written when it throws. Collective.
   void load_parameters(const std::vector<std::pair<std::string, at::Tensor>>& values, bool strict = true);
 
   /// After torch::load into the module, or whatever else gave parameters other memory (set_data): takes over their values,

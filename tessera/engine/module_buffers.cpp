@@ -33,8 +33,8 @@ ModuleBuffers::ModuleBuffers(std::vector<std::pair<std::string, at::Tensor>> buf
   marks_ = marks();
 }
 
-// What changes when a buffer is written: of small ones a hash of the contents, since batch_norm writes its running statistics
-// without counting up their version; of large ones (tables) the version.
+// What changes when a buffer is written: of small ones a hash of the contents, since batch_norm writes its running
+// statistics without counting up their version; of large ones (tables) the version.
 std::vector<uint64_t> ModuleBuffers::marks() const {
   constexpr size_t kSmall = 64 << 10;
   std::vector<uint64_t> all;
@@ -75,7 +75,8 @@ void ModuleBuffers::agree(Communicator& communicator, bool verify) {
   const at::NoGradGuard no_grad;
   for (const size_t i : all) {
     at::Tensor& buffer = buffers_[i].second;
-    auto everyones = communicator.all_gather(text("buffer ", buffers_[i].first), communicator.rank() == Rank(0) ? bytes_of(buffer) : "");
+    auto everyones =
+        communicator.all_gather(text("buffer ", buffers_[i].first), communicator.rank() == Rank(0) ? bytes_of(buffer) : "");
     if (communicator.rank() != Rank(0)) buffer.copy_(view_of(everyones[0], buffer));
   }
   marks_ = marks();

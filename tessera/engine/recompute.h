@@ -12,9 +12,9 @@ namespace tessera {
 
 /// Computes `function(inputs)` without keeping what its backward needs; backward computes it once more (activation
 /// checkpointing: Chen et al. 2016, "Training deep nets with sublinear memory cost"). Memory: the inputs; time: one more
-/// forward. The second time sees the same random state and the same autocast state as the first. May be nested, and works with
-/// and without sharding. Parameters that `function` uses need not be inputs. `function` must live, and compute the same, until
-/// backward. Without GradMode it is a plain call.
+/// forward. The second time sees the same random state and the same autocast state as the first. May be nested, and works
+/// with and without sharding. Parameters that `function` uses need not be inputs. `function` must live, and compute the
+/// same, until backward. Without GradMode it is a plain call.
 std::vector<at::Tensor> recompute_all(std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> function,
                                       std::vector<at::Tensor> inputs);
 

@@ -80,8 +80,8 @@ WindowPlan Unit::window_plan() const {
     auto& pieces = plan.fetches[static_cast<size_t>(division_.parameter_part(owner))];
     for (ParameterIndex p = 0; p < parameters_.size(); ++p)
       for (const Run& run : division_.updated(layout_, p, owner))
-        pieces.push_back({owner, (layout_.offset(p).value + run.begin) * layout_.element_size(),
-                          run.count * layout_.element_size()});
+        pieces.push_back(
+            {owner, (layout_.offset(p).value + run.begin) * layout_.element_size(), run.count * layout_.element_size()});
   }
   return plan;
 }
@@ -97,7 +97,8 @@ void Unit::lay_out(UnitSpec& spec) {
   }
   bool scattered = false;
   for (const auto& parameter : parameters_) scattered |= parameter.updated.size() > 1;
-  if (scattered || master_type_ != working_type_) master_ = PrivateBuffer(Bytes(state_size_ * master_size_), "master parameters");
+  if (scattered || master_type_ != working_type_)
+    master_ = PrivateBuffer(Bytes(state_size_ * master_size_), "master parameters");
   exchange_ = communicator_.gradient_exchange(name_, spec.parameters.size());
   staging_area_ = communicator_.peer_readable(name_ + " staging", whole);
   if (!gradients_sharded()) sums_area_ = communicator_.peer_readable(name_ + " sums", whole);

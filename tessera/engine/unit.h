@@ -111,8 +111,8 @@ class Unit {
   std::chrono::nanoseconds wait_posted_politely(int64_t step);
   /// Sums the ranks' gradients over the owned elements, times `scale`: into the gradient shard, or into `consumer`.
   void reduce(double scale, GradientConsumer* consumer, int64_t step);
-  /// Where several ranks update the same elements, they need each other's sums. For replicated gradients: waits for them, and
-  /// takes them to this rank's memory or into `consumer`.
+  /// Where several ranks update the same elements, they need each other's sums. For replicated gradients: waits for them,
+  /// and takes them to this rank's memory or into `consumer`.
   std::chrono::nanoseconds gather_sums(GradientConsumer* consumer, double scale, int64_t step);
   /// The same for sharded gradients, in two halves, between barriers of all ranks.
   void offer_sums();
@@ -135,8 +135,8 @@ class Unit {
   // Accounting, bytes.
   Bytes parameter_bytes() const;  ///< this rank's share of the working parameters
   Bytes gradient_bytes() const;   ///< of the gradient shard; 0 if gradients are replicated, which stay where they grew
-  Bytes master_bytes() const { return master_.bytes(); }  ///< of separate master weights
-  Bytes staged_bytes() const { return staged_; }          ///< of gradients that were copied to where peers can read
+  Bytes master_bytes() const { return master_.bytes(); }    ///< of separate master weights
+  Bytes staged_bytes() const { return staged_; }            ///< of gradients that were copied to where peers can read
   int64_t updated_elements() const { return state_size_; }  ///< of this rank's packed shard, padding included
   /// Of this rank's part of the parameters, and of its shard: the fraction that belongs to parameters.
   double real_share_of_parameters() const;

@@ -116,8 +116,8 @@ void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double sca
   auto& parameter = parameters_[p];
   const bool accumulate = parameter.shard.grad().defined() || parameter.partial;
   if (!gradients_sharded()) prepare_sum(p, accumulate);
-  // Where several ranks update the same elements, they need each other's sums. All must use the same: where sums are rounded,
-  // the rounded one.
+  // Where several ranks update the same elements, they need each other's sums. All must use the same: where sums are
+  // rounded, the rounded one.
   const bool leave_sum = division_.shares_sums();
   const bool consume_now = consumer != nullptr && !accumulate && !(leave_sum && gradient_type_ != master_type_);
   parameter.squares = 0;
@@ -127,8 +127,9 @@ void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double sca
       sources[i] = static_cast<const std::byte*>(from.sources[i]) + run.begin * layout_.element_size();
     const SumSources here{sources, from.element};
     parameter.squares +=
-        consume_now ? consumer->consume(piece_of(p, run, here, scale, step, leave_sum)).squares
-                    : sum_sources(here, scale, accumulate, reduced_at(p, run), element_of(gradient_type_), run.count).squares;
+        consume_now
+            ? consumer->consume(piece_of(p, run, here, scale, step, leave_sum)).squares
+            : sum_sources(here, scale, accumulate, reduced_at(p, run), element_of(gradient_type_), run.count).squares;
   }
   if (consume_now) return;
   if (consumer != nullptr)

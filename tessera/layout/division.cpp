@@ -51,8 +51,7 @@ Division::Division(const Placements& placements, const Mesh& mesh) {
   const Grid grid = hybrid ? two_axes(placements, mesh) : one_axis(placements, mesh);
   slots_ = grid.slots;
   if (placements.parameter == Placement::sharded) parameter_parts_ = grid.shards;
-  if (placements.optimizer == Placement::sharded)
-    optimizer_parts_ = placements.optimizer_over_both ? ranks() : grid.shards;
+  if (placements.optimizer == Placement::sharded) optimizer_parts_ = placements.optimizer_over_both ? ranks() : grid.shards;
 }
 
 std::vector<Run> Division::held(const Layout& layout, ParameterIndex p, Rank rank) const {

@@ -9,8 +9,8 @@
 
 namespace tessera {
 
-/// How the ranks of a mesh divide a unit's state, as placements say: which part of the parameters, of the optimizer state and
-/// of the summing of gradients is whose. Pure arithmetic.
+/// How the ranks of a mesh divide a unit's state, as placements say: which part of the parameters, of the optimizer state
+/// and of the summing of gradients is whose. Pure arithmetic.
 ///
 /// Parameters are in `parameter_parts()` parts, optimizer state in `optimizer_parts()`: 1 where it is replicated. Ranks are
 /// numbered anew as slots, so that those of one part are neighbours: slot = place on the shard axis · replicas + place on
@@ -36,8 +36,8 @@ class Division {
   /// Are parameters updated by ranks of another copy, from where they must be fetched?
   bool copies_exchange() const { return optimizer_parts_ > parameter_parts_; }
 
-  /// Elements of parameter `p` that `rank` holds, updates, and sums the gradients of. The latter are a part of the second and
-  /// have the same `local`. Each element is summed by exactly one rank.
+  /// Elements of parameter `p` that `rank` holds, updates, and sums the gradients of. The latter are a part of the second
+  /// and have the same `local`. Each element is summed by exactly one rank.
   std::vector<Run> held(const Layout& layout, ParameterIndex p, Rank rank) const;
   std::vector<Run> updated(const Layout& layout, ParameterIndex p, Rank rank) const;
   std::vector<Run> summed(const Layout& layout, ParameterIndex p, Rank rank) const;

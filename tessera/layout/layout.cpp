@@ -61,8 +61,7 @@ std::string name_of(const LayoutKind& kind) {
   return "?";
 }
 
-Layout::Layout(std::span<const NamedShape> shapes, const LayoutKind& kind, int ranks, int64_t element_size,
-               Bytes alignment)
+Layout::Layout(std::span<const NamedShape> shapes, const LayoutKind& kind, int ranks, int64_t element_size, Bytes alignment)
     : kind_(kind), element_size_(element_size) {
   if (ranks < 1) throw ConfigError(text("a layout needs at least 1 rank, not ", ranks));
   if (element_size < 1 || alignment.value < element_size || alignment.value % element_size != 0)

@@ -25,8 +25,8 @@ Placements placements_named(const std::string& name) {
 std::string name_of(const Placements& placements) {
   for (const auto& [known, value] : kNamed)
     if (placements == value) return known;
-  if (!placements.shard_axis.empty() && placements == hybrid(placements.shard_axis, placements.replicate_axis,
-                                                             placements.optimizer_over_both))
+  if (!placements.shard_axis.empty() &&
+      placements == hybrid(placements.shard_axis, placements.replicate_axis, placements.optimizer_over_both))
     return text("hybrid(", placements.shard_axis, ", ", placements.replicate_axis,
                 placements.optimizer_over_both ? ", optimizer over both)" : ")");
   return text("parameter=", word(placements.parameter), ", gradient=", word(placements.gradient),

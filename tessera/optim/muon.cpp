@@ -74,10 +74,11 @@ void Muon::step() {
     const Tensor& gradient = values.grad();
     if (!gradient.defined()) continue;
     momentum.lerp_(gradient, 1 - options_.momentum);
-    const Tensor update = orthogonalised(options_.nesterov ? gradient.lerp(momentum, options_.momentum) : momentum, options_);
+    const Tensor update =
+        orthogonalised(options_.nesterov ? gradient.lerp(momentum, options_.momentum) : momentum, options_);
     const auto rows = static_cast<double>(values.size(0)), columns = static_cast<double>(values.size(1));
     const double factor = options_.adjust_lr == MuonOptions::AdjustLr::original ? std::sqrt(std::max(1.0, rows / columns))
-                                                                              : 0.2 * std::sqrt(std::max(rows, columns));
+                                                                                : 0.2 * std::sqrt(std::max(rows, columns));
     values.mul_(1 - options_.lr * options_.weight_decay);
     values.add_(update, -options_.lr * factor);
   }

@@ -33,10 +33,10 @@ struct MuonOptions {
 /// of Jordan 2024 ("Muon: an optimizer for hidden layers"). O(iterations · rows · columns · min(rows, columns)).
 at::Tensor orthogonalised(const at::Tensor& matrix, const MuonOptions& options);
 
-/// Muon on the matrices (parameters of two dims) of a model, sharded or not: momentum, orthogonalised, decoupled weight decay.
-/// The update needs whole matrices, so their owner computes it: shard with `whole_parameters()` for them (ddp has them whole
-/// anyway). Everything else belongs to another optimizer, over `other_parameters()`. State: one momentum an element, in the
-/// master's type.
+/// Muon on the matrices (parameters of two dims) of a model, sharded or not: momentum, orthogonalised, decoupled weight
+/// decay. The update needs whole matrices, so their owner computes it: shard with `whole_parameters()` for them (ddp has
+/// them whole anyway). Everything else belongs to another optimizer, over `other_parameters()`. State: one momentum an
+/// element, in the master's type.
 class Muon {
  public:
   using Named = std::vector<std::pair<std::string, at::Tensor>>;

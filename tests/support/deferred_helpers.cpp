@@ -87,8 +87,8 @@ void expect_sharded_as_eager(const Build& build, const UnitPolicy& units, std::i
       [&](const World& world, const Placements& placements) {
         for (const auto initial : {Initial::verify, Initial::broadcast}) {
           const auto made = both(build);
-          auto sharded =
-              fully_shard(*made.deferred, mesh_for(world, placements), {.placements = placements, .units = units, .initial = initial});
+          auto sharded = fully_shard(*made.deferred, mesh_for(world, placements),
+                                     {.placements = placements, .units = units, .initial = initial});
           expect_equal(once(*made.eager), whole(sharded, *made.deferred));
         }
       },

@@ -5,7 +5,9 @@
 namespace tessera::test {
 
 /// All ranks see one copy.
-inline WindowPlan one_copy(int ranks) { return {.copies = 1, .copy_of = std::vector<int>(static_cast<size_t>(ranks), 0), .fetches = {}, .first = 0}; }
+inline WindowPlan one_copy(int ranks) {
+  return {.copies = 1, .copy_of = std::vector<int>(static_cast<size_t>(ranks), 0), .fetches = {}, .first = 0};
+}
 
 /// Each rank has a copy of `bytes` bytes, of which rank r owns the r-th of equal chunks, and fetches the others' chunks.
 inline WindowPlan copy_each(int ranks, Rank me, int64_t bytes) {
