@@ -83,10 +83,6 @@ struct TwiceImpl : torch::nn::Module {
 };
 TORCH_MODULE(Twice);
 
-void expect_all_sharded(const Sharded& sharded) {
-  for (const auto& unit : sharded.engine().units()) EXPECT_EQ(unit->residency(), Residency::sharded) << unit->name();
-}
-
 TEST(Cases, B20AModuleUsedTwice) {
   for_every_placement([](const World& world, const Placements& placements) {
     for (const bool again : {false, true}) {

@@ -26,9 +26,25 @@ Tensor loss_of(Wide& net, int64_t s) {
   return (net(input_rows(s, 0, 8, 6, torch::kDouble)) - target_rows(s, 0, 8, 3, torch::kDouble)).pow(2).mean();
 }
 
+Wide new_net() {
+  Wide net;
+  net->to(torch::kDouble);
+  return net;
+}
+
+Sharded shard(Wide& net, const World& world, const Placements& placements) {
+  return fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"first"})});
+}
+
+void expect_same_parameters(const Sharded& sharded, const Wide& plain) {
+  auto expected = plain->named_parameters();
+  for (const auto& [name, value] : sharded.full_parameters())
+    EXPECT_LE((value - expected[name]).abs().max().item<double>(), 1e-12) << name;
+}
+
 /// A model under training: either sharded or not.
 struct Training {
-  Wide net;
+  Wide net = new_net();
   std::optional<Sharded> sharded;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
 
@@ -43,22 +59,14 @@ using Body = std::function<void(Training&)>;
 /// Trains the same way with every placement and unsharded, and compares the parameters.
 void expect_as_unsharded(const Body& body) {
   for_every_placement([&](const World& world, const Placements& placements) {
-    const auto fresh = [] {
-      Training training;
-      training.net->to(torch::kDouble);
-      return training;
-    };
-    Training training = fresh(), plain = fresh();
-    training.sharded =
-        fully_shard(training.net, mesh_for(world, placements), {.placements = placements, .units = named({"first"})});
+    Training training, plain;
+    training.sharded = shard(training.net, world, placements);
     for (Training* each : {&training, &plain}) {
       each->optimizer =
           std::make_unique<torch::optim::SGD>(each->parameters(), torch::optim::SGDOptions(0.02).momentum(0.5));
       body(*each);
     }
-    auto expected = plain.net->named_parameters();
-    for (const auto& [name, value] : training.sharded->full_parameters())
-      EXPECT_LE((value - expected[name]).abs().max().item<double>(), 1e-12) << name;
+    expect_same_parameters(*training.sharded, plain.net);
   });
 }
 
@@ -155,10 +163,8 @@ TEST(OptimizerUse, ClippedByValue) {
 
 TEST(OptimizerUse, ClippedByValueBeforeOurOptimizer) {
   for_every_placement([](const World& world, const Placements& placements) {
-    Wide net, plain;
-    net->to(torch::kDouble);
-    plain->to(torch::kDouble);
-    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"first"})});
+    auto net = new_net(), plain = new_net();
+    auto sharded = shard(net, world, placements);
     AdamW ours(sharded, {.lr = 0.01, .eps = 1e-3});
     torch::optim::AdamW theirs(plain->parameters(), torch::optim::AdamWOptions(0.01).eps(1e-3));
     loss_of(net, 0).backward();
@@ -171,9 +177,7 @@ TEST(OptimizerUse, ClippedByValueBeforeOurOptimizer) {
     EXPECT_NEAR(sharded.grad_norm(), norm, 1e-12);
     ours.step();
     theirs.step();
-    auto expected = plain->named_parameters();
-    for (const auto& [name, value] : sharded.full_parameters())
-      EXPECT_LE((value - expected[name]).abs().max().item<double>(), 1e-12) << name;
+    expect_same_parameters(sharded, plain);
   });
 }
 
@@ -187,10 +191,8 @@ TEST(OptimizerUse, TwoStepsOnOneGradient) {
 
 TEST(OptimizerUse, OurOptimizerDoesTheSame) {
   for_every_placement([](const World& world, const Placements& placements) {
-    Wide net, plain;
-    net->to(torch::kDouble);
-    plain->to(torch::kDouble);
-    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"first"})});
+    auto net = new_net(), plain = new_net();
+    auto sharded = shard(net, world, placements);
     AdamW ours(sharded, {.lr = 0.01, .eps = 1e-3});
     torch::optim::AdamW theirs(plain->parameters(), torch::optim::AdamWOptions(0.01).eps(1e-3));
     const auto step = [&](int64_t s) {
@@ -206,17 +208,14 @@ TEST(OptimizerUse, OurOptimizerDoesTheSame) {
     ours.zero_grad();
     theirs.zero_grad();
     step(2);
-    auto expected = plain->named_parameters();
-    for (const auto& [name, value] : sharded.full_parameters())
-      EXPECT_LE((value - expected[name]).abs().max().item<double>(), 1e-12) << name;
+    expect_same_parameters(sharded, plain);
   });
 }
 
 TEST(OptimizerUse, AFusedUpdateCannotBeDropped) {
   for_every_placement([](const World& world, const Placements& placements) {
-    Wide net;
-    net->to(torch::kDouble);
-    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"first"})});
+    auto net = new_net();
+    auto sharded = shard(net, world, placements);
     AdamW optimizer(sharded, {.lr = 0.01, .fused_reduction = true});
     for (int64_t s = 0; s < 2; ++s) {
       optimizer.zero_grad();
@@ -236,8 +235,7 @@ TEST(OptimizerUse, AFusedUpdateCannotBeDropped) {
 
 TEST(OptimizerUse, TheModulesOwnGradientsAreNotLookedAt) {
   for_every_placement([](const World& world, const Placements& placements) {
-    Wide net;
-    net->to(torch::kDouble);
+    auto net = new_net();
     auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements});
     torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
     loss_of(net, 0).backward();

@@ -96,7 +96,7 @@ void expect_as_unsharded(const Forward& forward) {
       auto gradients = gradients_of(sharded);
       for (const auto& item : alone->named_parameters())
         EXPECT_TRUE(torch::allclose(gradients[item.key()], item.value().grad(), 1e-6, 1e-8)) << item.key();
-      for (const auto& unit : sharded.engine().units()) EXPECT_EQ(unit->residency(), Residency::sharded) << unit->name();
+      expect_all_sharded(sharded);
       for (auto* each : {&optimizer, &other}) {
         each->step();
         each->zero_grad();

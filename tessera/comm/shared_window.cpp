@@ -24,9 +24,8 @@ void SharedWindow::publish(uint32_t epoch) {
 
 std::chrono::nanoseconds SharedWindow::gather(uint32_t epoch, std::string_view unit, int64_t step) {
   const Operation operation{"the gather", unit, step};
-  const auto written = [&](Rank r) { return published()[r.value].epoch.load(std::memory_order_acquire) >= epoch; };
   if (!plan_.fetches.empty()) return fetch(epoch, operation);
-  return segment_->wait(operation, [&](Rank r) { return !shares_copy(r) || written(r); });
+  return segment_->wait(operation, [&](Rank r) { return !shares_copy(r) || written(r, epoch); });
 }
 
 std::chrono::nanoseconds SharedWindow::fetch(uint32_t epoch, const Operation& operation) {
@@ -35,8 +34,7 @@ std::chrono::nanoseconds SharedWindow::fetch(uint32_t epoch, const Operation& op
   size_t done = 0;
   while (done < parts && fetched(done)) ++done;
   if (done == parts) return {};
-  auto spent =
-      segment_->wait(operation, [&](Rank r) { return published()[r.value].epoch.load(std::memory_order_acquire) >= epoch; });
+  auto spent = segment_->wait(operation, [&](Rank r) { return written(r, epoch); });
   const auto start = std::chrono::steady_clock::now();
   const uint64_t claim = uint64_t{epoch} << 32 | static_cast<uint32_t>(segment_->rank().value);
   for (size_t i = 0; i < parts; ++i) {

@@ -25,6 +25,9 @@ class SharedWindow final : public ParameterWindow {
     std::atomic<uint32_t> fetched;  // by copy and part: of what was fetched there
     std::atomic<uint64_t> claimed;  // by copy and part: epoch << 32 | the rank that fetches
   };
+  bool written(Rank rank, uint32_t epoch) const {
+    return published()[rank.value].epoch.load(std::memory_order_acquire) >= epoch;
+  }
   std::chrono::nanoseconds fetch(uint32_t epoch, const Operation& operation);
   Published& part_of_copy(size_t part) const;
   int copy_index(Rank rank) const { return plan_.copy_of[static_cast<size_t>(rank.value)]; }

@@ -101,6 +101,10 @@ Interval Layout::rows_in(ParameterIndex p, int part, int parts) const {
   return {std::min(rows, each * part), std::min(rows, each * (part + 1))};
 }
 
+int64_t Layout::packed_rows(ParameterIndex p, int part, int parts) const {
+  return round_up(rows_[p].outer * rows_in(p, part, parts).size() * rows_[p].inner, grain_);
+}
+
 int64_t Layout::cut(int part, int parts) const {
   if (kind_.rule == LayoutKind::Rule::flat) return total_ / parts * part;
   if (part == parts) return total_;
@@ -118,8 +122,7 @@ std::vector<Run> Layout::row_runs(ParameterIndex p, int part, int parts) const {
   const Rows& shape = rows_[p];
   const Interval rows = rows_in(p, part, parts);
   int64_t local = 0;
-  for (ParameterIndex before = 0; before < p; ++before)
-    local += round_up(rows_[before].outer * rows_in(before, part, parts).size() * rows_[before].inner, grain_);
+  for (ParameterIndex before = 0; before < p; ++before) local += packed_rows(before, part, parts);
   const int64_t count = rows.size() * shape.inner;
   if (count * shape.outer == 0) return {};
   if (rows.size() == shape.rows) return {{0, numel_of(p), local}};
@@ -149,8 +152,7 @@ std::vector<int64_t> Layout::shard_shape(ParameterIndex p, int part, int parts) 
 Numel Layout::shard(int part, int parts) const {
   if (!by_rows()) return Numel(cut(part + 1, parts) - cut(part, parts));
   int64_t elements = 0;
-  for (ParameterIndex p = 0; p < parameters(); ++p)
-    elements += round_up(rows_[p].outer * rows_in(p, part, parts).size() * rows_[p].inner, grain_);
+  for (ParameterIndex p = 0; p < parameters(); ++p) elements += packed_rows(p, part, parts);
   return Numel(elements);
 }
 

@@ -79,7 +79,6 @@ class Layout {
   Layout(std::span<const NamedShape> shapes, const LayoutKind& kind, int ranks, int64_t element_size,
          Bytes alignment = Bytes{64});
 
-  const LayoutKind& kind() const { return kind_; }
   size_t parameters() const { return offsets_.size(); }
 
   /// Elements of parameter `p` in part `part` of `parts` equal parts, where `parts` divides the ranks that the layout was
@@ -113,6 +112,7 @@ class Layout {
   int64_t numel_of(ParameterIndex p) const { return rows_[p].outer * rows_[p].rows * rows_[p].inner; }
   static Rows rows_of(const NamedShape& parameter, const LayoutKind& kind);
   Interval rows_in(ParameterIndex p, int part, int parts) const;
+  int64_t packed_rows(ParameterIndex p, int part, int parts) const;  // elements in the packed shard, padding included
   int64_t cut(int part, int parts) const;  // where a part begins in the unit's buffer, if parts are contiguous
   std::vector<Run> row_runs(ParameterIndex p, int part, int parts) const;
 

@@ -35,6 +35,10 @@ Sums sums_of(const Sharded& sharded) {
   return sums;
 }
 
+void expect_all_sharded(const Sharded& sharded) {
+  for (const auto& unit : sharded.engine().units()) EXPECT_EQ(unit->residency(), Residency::sharded) << unit->name();
+}
+
 Mesh mesh_for(const World& world, const Placements& placements) {
   if (placements.shard_axis.empty()) return Mesh(world);
   const int replicas = world.size % 2 == 0 ? 2 : 1;

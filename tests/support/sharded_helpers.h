@@ -23,6 +23,9 @@ struct Sums {
 /// Σ and Σ|·| over all parameters, in double.
 Sums sums_of(const Sharded& sharded);
 
+/// No unit is gathered.
+void expect_all_sharded(const Sharded& sharded);
+
 /// A mesh that suits `placements`: for hybrid ones with their two axes (of 2 ranks 2 × 1, of 4 ranks 2 × 2, of an odd number
 /// 1 × all), else one axis.
 Mesh mesh_for(const World& world, const Placements& placements);
