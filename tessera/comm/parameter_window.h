@@ -36,6 +36,9 @@ class ParameterWindow {
   /// This rank's part holds epoch `epoch` from now on.
   virtual void publish(uint32_t epoch) = 0;
 
+  /// As much of a gather as needs no waiting. Returns whether that was all of it.
+  virtual bool prefetch(uint32_t epoch) = 0;
+
   /// Makes `data()` hold epoch `epoch` of every part. Returns the time spent on waiting and copying. Throws PeerError.
   virtual std::chrono::nanoseconds gather(uint32_t epoch, std::string_view unit, int64_t step) = 0;
 };

@@ -28,15 +28,36 @@ std::chrono::nanoseconds SharedWindow::gather(uint32_t epoch, std::string_view u
   return segment_->wait(operation, [&](Rank r) { return !shares_copy(r) || written(r, epoch); });
 }
 
+bool SharedWindow::prefetch(uint32_t epoch) {
+  for (int r = 0; r < segment_->ranks(); ++r)
+    if ((!plan_.fetches.empty() || shares_copy(Rank(r))) && !written(Rank(r), epoch)) return false;
+  fetch_unclaimed(epoch);
+  for (size_t part = 0; part < plan_.fetches.size(); ++part)
+    if (!fetched(part, epoch)) return false;
+  return true;
+}
+
 std::chrono::nanoseconds SharedWindow::fetch(uint32_t epoch, const Operation& operation) {
-  const auto fetched = [&](size_t part) { return part_of_copy(part).fetched.load(std::memory_order_acquire) >= epoch; };
   const size_t parts = plan_.fetches.size();
   size_t done = 0;
-  while (done < parts && fetched(done)) ++done;
+  while (done < parts && fetched(done, epoch)) ++done;
   if (done == parts) return {};
   auto spent = segment_->wait(operation, [&](Rank r) { return written(r, epoch); });
   const auto start = std::chrono::steady_clock::now();
+  fetch_unclaimed(epoch);
+  spent += std::chrono::steady_clock::now() - start;
+  // What others have claimed they are about to finish.
+  return spent + segment_->wait(operation, [&](Rank r) {
+    for (size_t part = 0; part < parts; ++part)
+      if (!fetched(part, epoch) && (part_of_copy(part).claimed.load() & 0xffffffffU) == static_cast<uint32_t>(r.value))
+        return false;
+    return true;
+  });
+}
+
+void SharedWindow::fetch_unclaimed(uint32_t epoch) {
   const uint64_t claim = uint64_t{epoch} << 32 | static_cast<uint32_t>(segment_->rank().value);
+  const size_t parts = plan_.fetches.size();
   for (size_t i = 0; i < parts; ++i) {
     const size_t part = (static_cast<size_t>(plan_.first) + i) % parts;
     auto& here = part_of_copy(part);
@@ -47,14 +68,6 @@ std::chrono::nanoseconds SharedWindow::fetch(uint32_t epoch, const Operation& op
     here.fetched.store(epoch, std::memory_order_release);
     segment_->pulse();
   }
-  spent += std::chrono::steady_clock::now() - start;
-  // What others have claimed they are about to finish.
-  return spent + segment_->wait(operation, [&](Rank r) {
-    for (size_t part = 0; part < parts; ++part)
-      if (!fetched(part) && (part_of_copy(part).claimed.load() & 0xffffffffU) == static_cast<uint32_t>(r.value))
-        return false;
-    return true;
-  });
 }
 
 }  // namespace tessera

@@ -17,6 +17,7 @@ class SharedWindow final : public ParameterWindow {
   std::byte* data() const override { return copy_of(segment_->rank()); }
   Bytes bytes() const override { return bytes_; }
   void publish(uint32_t epoch) override;
+  bool prefetch(uint32_t epoch) override;
   std::chrono::nanoseconds gather(uint32_t epoch, std::string_view unit, int64_t step) override;
 
  private:
@@ -29,6 +30,10 @@ class SharedWindow final : public ParameterWindow {
     return published()[rank.value].epoch.load(std::memory_order_acquire) >= epoch;
   }
   std::chrono::nanoseconds fetch(uint32_t epoch, const Operation& operation);
+  void fetch_unclaimed(uint32_t epoch);
+  bool fetched(size_t part, uint32_t epoch) const {
+    return part_of_copy(part).fetched.load(std::memory_order_acquire) >= epoch;
+  }
   Published& part_of_copy(size_t part) const;
   int copy_index(Rank rank) const { return plan_.copy_of[static_cast<size_t>(rank.value)]; }
   std::byte* copy_of(Rank rank) const { return memory_.data() + copy_index(rank) * stride_; }

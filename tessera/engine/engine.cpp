@@ -136,12 +136,16 @@ void Engine::touch_units(std::span<const Access> accesses) {
   };
   const auto resident = resident_;
   for (const uint32_t index : resident)
-    if (!touched(index)) release(index);
+    if (!touched(index) && !stays(*units_[index])) release(index);
   for (const auto& access : accesses) {
     if (access.what->kind != Observed::Kind::unit) continue;
     touch(unit_of(access), access.what->unit);
     if (access.writes) unit_of(access).begin_edit();
   }
+}
+
+bool Engine::stays(const Unit& unit) const {
+  return unit.holders > 0 || (unit.kept_after_forward() && training_pass_ && !unit.complete && !unit.edited());
 }
 
 void Engine::touch(Unit& unit, uint32_t index) {
@@ -170,15 +174,21 @@ void Engine::release(uint32_t index) {
 void Engine::keep_edit(Unit& unit) {
   // The owner's part of what was written becomes the parameter, once nobody reads the old one any more. So all must have
   // written the same.
-  agree_on_values(text("write to unit '", unit.name(), "'"), unit.hashes(),
-                  [&](size_t p) { return unit.parameters()[p].name; });
+  try {
+    agree_on_values(text("write to unit '", unit.name(), "'"), unit.hashes(),
+                    [&](size_t p) { return unit.parameters()[p].name; });
+  } catch (...) {
+    unit.drop_edit();
+    throw;
+  }
   unit.keep_edit();
   unit.publish_next_epoch();
 }
 
 void Engine::release_all() {
   const auto resident = resident_;
-  for (const uint32_t index : resident) release(index);
+  for (const uint32_t index : resident)
+    if (units_[index]->holders == 0) release(index);
 }
 
 void Engine::after(std::span<const Access> accesses, std::span<const c10::IValue> results, std::string_view operation) {
@@ -242,6 +252,7 @@ void Engine::go_on_after_nested_backward() {
 
 void Engine::enter_backward() {
   settle();
+  refuse_in_scope("backward");
   // A further backward adds to the gradients of the one before, unless those were used while they came.
   if (consumer_ != nullptr && consumer_->fuses_reduction()) refuse_unconsumed();
   if (reduction_pending_) make_reduced();

@@ -82,6 +82,16 @@ class Engine final : public AccessHandler {
   void zero_grad();
   /// Detaches every unit and keeps what was written to parameters (collective if something was).
   void release_all();
+  /// Keeps units gathered until as many calls of let_go; no backward and no step meanwhile.
+  void hold(const std::vector<uint32_t>& units);
+  void let_go(const std::vector<uint32_t>& units);
+  /// Runs `body`, which may write to the units' parameters by any means, the same on all ranks; then they are kept, or, if
+  /// it throws, dropped. Collective.
+  void edit(const std::vector<uint32_t>& units, const std::function<void()>& body);
+  /// As much of the next gathers as needs no waiting. Returns whether that was all.
+  bool prefetch(const std::vector<uint32_t>& units);
+  /// Detaches those that no scope holds.
+  void release_units(const std::vector<uint32_t>& units);
   /// Publishes what an outside optimizer wrote to the shards, if that is still to be done.
   void settle();
   /// New values for parameters, whole and the same on all ranks. Collective.
@@ -122,6 +132,8 @@ class Engine final : public AccessHandler {
   void go_on_after_nested_backward();
   void end_backward();
   void refuse_unconsumed() const;
+  void refuse_in_scope(const char* what) const;
+  bool stays(const Unit& unit) const;
   void touch_units(std::span<const Access> accesses);
   void touch(Unit& unit, uint32_t index);
   void release(uint32_t index);

@@ -53,6 +53,7 @@ void Engine::refuse_replaced() const {
 
 void Engine::write(const std::vector<NewValues>& all) {
   settle();
+  refuse_in_scope("new values of parameters");
   release_all();
   std::vector<uint64_t> hashes;
   for (const auto& each : all) {

@@ -82,6 +82,7 @@ bool Engine::run_step() {
   settle();
   if (phase_ == Phase::backward)
     throw GuardError("the optimizer's step was called inside backward; call it when backward has returned");
+  refuse_in_scope("the optimizer's step");
   release_all();
   refuse_replaced();
   if (rounds_ == 0 || local_pending_) synchronise();
@@ -120,6 +121,7 @@ void Engine::begin_outside_step() {
   if (phase_ == Phase::backward)
     throw GuardError(
         "an operator wrote to a parameter shard inside backward; step the optimizer when backward has returned");
+  refuse_in_scope("an operator wrote to a parameter shard");
   release_all();
   if (consumer_ != nullptr && reduction_pending_) reduce_replicated(nullptr);
   share_sums();

@@ -1,7 +1,6 @@
 #include "tessera/engine/fully_shard.h"
 
 #include <ATen/core/grad_mode.h>
-#include <fnmatch.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +9,7 @@
 #include <tuple>
 
 #include "tessera/base/error.h"
+#include "tessera/base/pattern.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/arena_lease.h"
 #include "tessera/engine/deferred.h"
@@ -19,8 +19,6 @@ namespace tessera {
 namespace {
 
 constexpr const char* kRoot = "(root)";
-
-bool matches(const std::string& pattern, const std::string& name) { return fnmatch(pattern.c_str(), name.c_str(), 0) == 0; }
 
 // The dotted names of modules that are units, the root's being "", with the name of the unit that each belongs to: its own,
 // or the first of those that it is joined with.
@@ -97,6 +95,17 @@ bool is_ignored(const std::string& name, const std::vector<std::string>& pattern
   return found;
 }
 
+void keep_after_forward(std::vector<UnitSpec>& units, const ShardOptions& options) {
+  for (auto& unit : units) unit.kept_after_forward = !options.reshard_after_forward.release;
+  for (const auto& pattern : options.kept) {
+    bool found = false;
+    for (auto& unit : units)
+      if (matches(pattern, unit.name)) found = unit.kept_after_forward = true;
+    if (!found)
+      throw ConfigError(text("the pattern '", pattern, "' of units to keep after forward matches none of this model"));
+  }
+}
+
 // Parameters by unit, in the order of the model; one unit a type and layout, since a unit is one buffer of one type. A tied
 // parameter belongs to where it is met first.
 std::vector<UnitSpec> collect(const torch::nn::Module& module, const ShardOptions& options) {
@@ -126,6 +135,7 @@ std::vector<UnitSpec> collect(const torch::nn::Module& module, const ShardOption
   }
   if (units.empty()) throw ConfigError(text("the model (", module.name(), ") has no parameters to shard"));
   check_counts(options.layouts, counts);
+  keep_after_forward(units, options);
   for (size_t i = 0; i < ignored.size(); ++i)
     if (ignored[i] == 0)
       throw ConfigError(text("the pattern '", options.ignored[i], "' of parameters to ignore matches none of this model"));
@@ -149,12 +159,18 @@ Bytes state_of_host(const std::vector<UnitSpec>& units, const ShardOptions& opti
   return Bytes(bytes);
 }
 
-std::string words_for(const ShardOptions& options, const Mesh& mesh) {
-  const auto type = [](const std::optional<c10::ScalarType>& t) { return t ? c10::toString(*t) : "as is"; };
-  std::string axes, layouts;
+std::string words_for(const Mesh& mesh) {
+  std::string axes;
   for (const auto& axis : mesh.axes()) axes += text(axes.empty() ? "" : " x ", axis.name, " ", axis.size);
+  return axes;
+}
+
+std::string words_for(const ShardOptions& options, const Mesh& mesh, const std::vector<UnitSpec>& units) {
+  const auto type = [](const std::optional<c10::ScalarType>& t) { return t ? c10::toString(*t) : "as is"; };
+  std::string layouts, kept;
+  for (const auto& unit : units) kept += unit.kept_after_forward ? " " + unit.name : "";
   for (const auto& choice : options.layouts) layouts += text(", layout of '", choice.pattern, "' ", name_of(choice.layout));
-  return text("placement ", name_of(options.placements), " on the mesh ", axes, layouts, ", working type ",
+  return text("placement ", name_of(options.placements), " on the mesh ", words_for(mesh), layouts, ", working type ",
               type(options.precision.working), ", gradient type ", type(options.precision.gradient), ", type of buffers ",
               type(options.precision.buffers),
               options.buffers == Buffers::average     ? ", buffers averaged"
@@ -162,7 +178,8 @@ std::string words_for(const ShardOptions& options, const Mesh& mesh) {
                                                       : ", buffers local",
               ", gradients divided by ", options.gradient_divisor.value_or(0),
               options.initial == Initial::verify ? ", values verified" : ", values broadcast",
-              options.non_finite == NonFinite::stop ? ", stop" : ", skip");
+              options.non_finite == NonFinite::stop ? ", stop" : ", skip",
+              kept.empty() ? "" : ", kept after forward:", kept);
 }
 
 std::vector<at::Tensor> ignored_of(const torch::nn::Module& module, const ShardOptions& options) {
@@ -186,6 +203,29 @@ std::unique_ptr<ModuleBuffers> buffers_of(const torch::nn::Module& module, const
 
 }  // namespace
 
+namespace {
+
+// A secondary partition is full sharding with a copy of the parameters in each group, and everything else divided over all.
+Placements placements_of(const ShardOptions& options, const Mesh& mesh) {
+  const std::string& axis = options.reshard_after_forward.axis;
+  if (axis.empty()) return options.placements;
+  std::vector<std::string> others;
+  bool found = false;
+  for (const auto& each : mesh.axes()) {
+    if (each.name == axis)
+      found = true;
+    else
+      others.push_back(each.name);
+  }
+  if (options.placements != zero3() || !found || others.size() != 1)
+    throw ConfigError(text("reshard_after_forward = '", axis,
+                           "' needs the placement zero3 and a mesh of two axes, of which '", axis, "' is one; this is ",
+                           name_of(options.placements), " on the mesh ", words_for(mesh)));
+  return hybrid(axis, others[0], /*optimizer_over_both=*/true);
+}
+
+}  // namespace
+
 UnitPolicy units_named(std::vector<std::string> patterns) {
   return [patterns = std::move(patterns)](const std::string& name, const torch::nn::Module&) {
     return std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) { return matches(pattern, name); });
@@ -204,7 +244,9 @@ UnitPolicy units_of_size(int64_t elements) {
   };
 }
 
-Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
+Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& wanted) {
+  ShardOptions options = wanted;
+  options.placements = placements_of(wanted, mesh);
   check(options.placements);
   if (const auto divisor = options.gradient_divisor; divisor && !(*divisor > 0 && std::isfinite(*divisor)))
     throw ConfigError(text("gradient_divisor must be a positive number, but is ", *divisor));
@@ -213,7 +255,7 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
   settle_deferred(module);
   auto units = collect(module, options);
   const auto communicator = SharedMemory::connect(mesh.world());
-  agree(*communicator, units, words_for(options, mesh), options.initial);
+  agree(*communicator, units, words_for(options, mesh, units), options.initial);
   require_memory(
       state_of_host(units, options, division),
       text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", name_of(options.placements)));

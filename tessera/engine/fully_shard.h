@@ -40,6 +40,16 @@ struct LayoutChoice {
   LayoutKind layout;
 };
 
+/// What becomes of a unit's parameters between its forward and its backward.
+struct ReshardAfterForward {
+  constexpr ReshardAfterForward(bool release) : release(release) {}  // NOLINT(google-explicit-constructor): reads as FSDP2's
+  ReshardAfterForward(std::string axis) : axis(std::move(axis)) {}   // NOLINT(google-explicit-constructor)
+  ReshardAfterForward(const char* axis) : axis(axis) {}              // NOLINT(google-explicit-constructor)
+
+  bool release = true;    ///< false: they stay gathered until backward has used them
+  std::string axis = {};  ///< see ShardOptions
+};
+
 struct ShardOptions {
   Placements placements = zero3();
   UnitPolicy units = nullptr;              ///< default: the whole model is one unit
@@ -48,6 +58,12 @@ struct ShardOptions {
   std::vector<std::string> joined = {};
   /// Parameters that match one of these patterns stay as they are: whole on every rank, their gradients not reduced.
   std::vector<std::string> ignored = {};
+  /// true: units are released after forward, and gathered again in backward. false: they stay. The name of an axis of a mesh
+  /// with two, for zero3: they are kept along that axis after forward, so that the gathers of backward stay inside such a
+  /// group (the secondary partition of ZeRO++, Wang et al. 2023, section 3.2); every group holds a copy of the parameters.
+  ReshardAfterForward reshard_after_forward = true;
+  /// Units whose names match one of these patterns stay gathered from forward to backward in any case; "(root)" is the root.
+  std::vector<std::string> kept = {};
   Precision precision = {};
   Initial initial = Initial::verify;
   Buffers buffers = Buffers::average;
@@ -120,8 +136,37 @@ class Sharded {
   /// which must be the same on all ranks. Collective.
   void adopt() { engine_->adopt(); }
 
-  /// Detaches all units; what operators wrote to parameters is kept (then collective).
-  void release() { engine_->release_all(); }
+  /// While the result lives, the units whose names match the pattern ("(root)" is the root) are gathered: their parameters
+  /// can be read by any means, also through their addresses. No backward and no step meanwhile. Its end throws GuardError if
+  /// something else than an operator wrote to them. O(bytes of the units).
+  class Gathered {
+   public:
+    Gathered(Engine& engine, std::vector<uint32_t> units);
+    ~Gathered() noexcept(false);
+    Gathered(const Gathered&) = delete;
+    Gathered& operator=(const Gathered&) = delete;
+
+   private:
+    std::vector<uint64_t> hashes_of(uint32_t unit) const;
+    Engine* engine_;
+    std::vector<uint32_t> units_;
+    std::vector<std::vector<uint64_t>> hashes_;  // by unit and parameter, at the start
+    int exceptions_;
+  };
+  [[nodiscard]] Gathered gathered(const std::string& units = "*") const;
+
+  /// Gathers the units whose names match and runs `body`, which may write to their parameters by any means, also through
+  /// their addresses, the same on all ranks. What it wrote is kept, in the master parameters too; if `body` throws, all of
+  /// it is dropped on this rank. Throws AgreementError naming the parameter if ranks wrote differently; then the unit keeps
+  /// its values. Collective.
+  void edit(const std::string& units, const std::function<void()>& body);
+
+  /// Does of the next gather of these units what needs no waiting for peers. Returns whether that was all of it.
+  bool prefetch(const std::string& units = "*");
+
+  /// Detaches the units whose names match, and which no scope keeps; what operators wrote to parameters is kept (then
+  /// collective).
+  void release(const std::string& units = "*");
 
   /// The recorded order of gathers, releases and reductions, a line each.
   std::string schedule() const { return engine_->schedule(); }

@@ -44,7 +44,8 @@ Unit::Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Di
       placements_(placements),
       division_(division),
       communicator_(communicator),
-      observed_{&handler, Observed::Kind::unit, index} {
+      observed_{&handler, Observed::Kind::unit, index},
+      kept_after_forward_(spec.kept_after_forward) {
   const c10::ScalarType own = spec.parameters.front().tensor.scalar_type();
   const bool floating = trainable_type(own);
   working_type_ = floating ? precision.working.value_or(own) : own;
@@ -200,26 +201,34 @@ void Unit::release() {
   residency_ = Residency::sharded;
 }
 
+bool Unit::prefetch() { return !window_ || window_->prefetch(epoch_); }
+
 void Unit::begin_edit() {
   TESSERA_CHECK(residency_ == Residency::resident, name_);
-  if (edited_) return;
-  edited_ = true;
-  if (!window_) return;  // nobody else reads this memory
-  edit_ = PrivateBuffer(window_->bytes(), "an edit of parameters");
+  if (edited() || layout_.total().value == 0) return;
+  edit_ = PrivateBuffer(size_of(layout_.total(), layout_.element_size()), "an edit of parameters");
   std::memcpy(edit_.data(), working_, static_cast<size_t>(edit_.bytes().value));
   storage_->attach(edit_.data());
 }
 
 void Unit::keep_edit() {
-  if (edit_.data() != nullptr)
-    for_each_updated([&](ParameterIndex p, const Run& run) {
-      const int64_t at = (layout_.offset(p).value + run.begin) * layout_.element_size();
-      std::memcpy(working_ + at, edit_.data() + at, static_cast<size_t>(run.count * layout_.element_size()));
-    });
+  const at::NoGradGuard no_grad;
+  for_each_updated([&](ParameterIndex p, const Run& run) {
+    const int64_t at = (layout_.offset(p).value + run.begin) * layout_.element_size();
+    const at::Tensor before = wrap(working_ + at, run.count, working_type_);
+    const at::Tensor after = wrap(edit_.data() + at, run.count, working_type_);
+    if (master_.data() != nullptr) {  // what was not written keeps the digits that the working type lacks
+      at::Tensor master = wrap(master_at(p, run), run.count, master_type_);
+      master.copy_(at::where(before.ne(after), after.to(master_type_), master));
+    }
+    before.copy_(after);
+  });
+  drop_edit();
+}
+
+void Unit::drop_edit() {
   if (residency_ == Residency::resident) release();
   edit_ = PrivateBuffer();
-  edited_ = false;
-  write_master_from_working();
 }
 
 void Unit::publish_next_epoch() {
@@ -232,14 +241,6 @@ void Unit::write_working_from_master() {
   const at::NoGradGuard no_grad;
   for_each_updated([&](ParameterIndex p, const Run& run) {
     wrap(working_at(p, run), run.count, working_type_).copy_(wrap(master_at(p, run), run.count, master_type_));
-  });
-}
-
-void Unit::write_master_from_working() {
-  if (master_.data() == nullptr) return;
-  const at::NoGradGuard no_grad;
-  for_each_updated([&](ParameterIndex p, const Run& run) {
-    wrap(master_at(p, run), run.count, master_type_).copy_(wrap(working_at(p, run), run.count, working_type_));
   });
 }
 

@@ -30,6 +30,7 @@ struct UnitSpec {
   std::string name;
   std::vector<NamedParameter> parameters;
   LayoutKind layout = {};
+  bool kept_after_forward = false;  ///< stays gathered until backward has used it
 };
 
 std::vector<at::Tensor> tensors_of(const UnitSpec& unit);
@@ -78,11 +79,15 @@ class Unit {
   /// peers.
   std::chrono::nanoseconds gather(int64_t step);
   void release();
-  /// Lets operators write: on a copy of this rank's own, where the memory is shared with peers.
+  /// What of the next gather can be done without waiting. Returns whether nothing is left to wait for.
+  bool prefetch();
+  bool kept_after_forward() const { return kept_after_forward_; }
+  /// Lets anyone write: on a copy of this rank's own.
   void begin_edit();
-  bool edited() const { return edited_; }
+  bool edited() const { return edit_.data() != nullptr; }
   /// The owner's part of an edit becomes the new parameters. To be called between two barriers of all ranks.
   void keep_edit();
+  void drop_edit();
   /// This rank's chunk holds the next epoch from now on.
   void publish_next_epoch();
   /// The parameters will change before they are used again; the next gather waits for that.
@@ -92,7 +97,6 @@ class Unit {
   }
   /// Rounds the master shard into the working parameters, if they are of different types.
   void write_working_from_master();
-  void write_master_from_working();
   /// This rank's part of new values for parameter `p` (its shape, any floating type). To be called when nobody reads.
   void write_values(ParameterIndex p, const at::Tensor& values);
   /// Was the module's tensor given other memory (set_data, as torch::load and Module::to do) since it was sharded?
@@ -148,6 +152,7 @@ class Unit {
   bool touched_after_complete = false;
   bool updated = false;        ///< its parameters changed when its gradients were reduced
   bool shard_written = false;  ///< an operator wrote to a shard since the last step
+  int holders = 0;             ///< scopes that keep it gathered
   size_t arrivals = 0;         ///< gradients that came in this backward
   size_t expected = 0;         ///< gradients that can come in this backward
   Bytes lent;                  ///< in the posted round, until it is taken back
@@ -205,7 +210,7 @@ class Unit {
   std::unique_ptr<GradientExchange> exchange_;
   std::unique_ptr<GuardedStorage> storage_;
   Residency residency_ = Residency::sharded;
-  bool edited_ = false;
+  bool kept_after_forward_;
   uint32_t epoch_ = 1;
   uint32_t gathered_epoch_ = 0;
   uint32_t round_ = 0;

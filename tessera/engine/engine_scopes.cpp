@@ -1,0 +1,69 @@
+// The part of Engine that gathers, edits and releases units on the caller's word.
+#include <algorithm>
+#include <utility>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/engine/engine.h"
+
+namespace tessera {
+
+void Engine::refuse_in_scope(const char* what) const {
+  for (const auto& unit : units_)
+    if (unit->holders > 0)
+      throw GuardError(text(what, " (step ", step_, ") inside a scope that keeps unit '", unit->name(),
+                            "' gathered, whose parameters would change under it; end gathered() or edit() first"));
+}
+
+void Engine::hold(const std::vector<uint32_t>& units) {
+  settle();
+  if (phase_ == Phase::backward) throw GuardError("units can't be gathered or edited by hand inside backward");
+  for (const uint32_t index : units) {
+    Unit& unit = *units_[index];
+    if (unit.residency() != Residency::resident) {
+      traffic_.gather_wait += unit.gather(step_);
+      ++traffic_.gathers;
+      resident_.push_back(index);
+    }
+    ++unit.holders;
+  }
+}
+
+void Engine::let_go(const std::vector<uint32_t>& units) {
+  for (const uint32_t index : units) --units_[index]->holders;
+  for (const uint32_t index : units)
+    if (units_[index]->holders == 0 && units_[index]->residency() == Residency::resident) release(index);
+}
+
+void Engine::edit(const std::vector<uint32_t>& units, const std::function<void()>& body) {
+  for (const uint32_t index : units)
+    if (units_[index]->holders > 0)
+      throw GuardError(
+          text("unit '", units_[index]->name(),
+               "' can't be edited inside another scope that keeps it gathered; end gathered() or edit() first"));
+  settle();
+  release_all();  // what operators wrote before is no part of this
+  hold(units);
+  for (const uint32_t index : units) units_[index]->begin_edit();
+  try {
+    body();
+  } catch (...) {
+    for (const uint32_t index : units) units_[index]->drop_edit();
+    let_go(units);
+    throw;
+  }
+  let_go(units);
+}
+
+bool Engine::prefetch(const std::vector<uint32_t>& units) {
+  bool all = true;
+  for (const uint32_t index : units) all &= units_[index]->prefetch();
+  return all;
+}
+
+void Engine::release_units(const std::vector<uint32_t>& units) {
+  for (const uint32_t index : units)
+    if (units_[index]->holders == 0 && units_[index]->residency() == Residency::resident) release(index);
+}
+
+}  // namespace tessera
