@@ -237,7 +237,12 @@ void Engine::refuse_unconsumed() const {
 
 void Engine::go_on_after_nested_backward() {
   if (!std::exchange(nested_ended_, false)) return;
-  at_end_of_backward([this] { end_backward(); });
+  at_end_of_backward([this] { end_outermost_backward(); });
+}
+
+void Engine::end_outermost_backward() {
+  end_backward();
+  if (phase_ == Phase::idle) release_all();  // frozen units that backward used last: no gradient of theirs released them
 }
 
 void Engine::enter_backward() {
@@ -251,7 +256,7 @@ void Engine::enter_backward() {
     unit->complete = false;
     unit->expected = unit->count_trainable();
   }
-  at_end_of_backward([this] { end_backward(); });
+  at_end_of_backward([this] { end_outermost_backward(); });
 }
 
 }  // namespace tessera

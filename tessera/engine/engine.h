@@ -121,6 +121,7 @@ class Engine final : public AccessHandler {
   void enter_backward();
   void go_on_after_nested_backward();
   void end_backward();
+  void end_outermost_backward();
   void refuse_unconsumed() const;
   void touch_units(std::span<const Access> accesses);
   void touch(Unit& unit, uint32_t index);
