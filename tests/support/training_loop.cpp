@@ -14,13 +14,14 @@ NamedTensors parameters_of(const torch::nn::Module& module) {
   return all;
 }
 
+void make_gradients_dense(const torch::nn::Module& module) {
+  for (auto [name, parameter] : parameters_of(module))
+    if (parameter.grad().defined() && parameter.grad().is_sparse()) parameter.mutable_grad() = parameter.grad().to_dense();
+}
+
 NamedTensors gradients_of(const torch::nn::Module& module) {
   NamedTensors all;
-  for (const auto& [name, parameter] : parameters_of(module)) {
-    auto gradient = parameter.grad();
-    if (gradient.defined() && gradient.is_sparse()) gradient = gradient.to_dense();
-    all.emplace_back(name, gradient);
-  }
+  for (const auto& [name, parameter] : parameters_of(module)) all.emplace_back(name, parameter.grad());
   return all;
 }
 

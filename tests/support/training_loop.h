@@ -22,6 +22,9 @@ using NamedTensors = std::vector<std::pair<std::string, torch::Tensor>>;
 NamedTensors parameters_of(const torch::nn::Module& module);
 NamedTensors gradients_of(const torch::nn::Module& module);
 
+/// Sparse gradients, which embeddings can make, become dense.
+void make_gradients_dense(const torch::nn::Module& module);
+
 /// The same names, defined alike, and elements that differ by at most 1e-12 (fp64) or 1e-6 of the largest of all.
 void expect_close(const NamedTensors& got, const NamedTensors& wanted, const std::string& what);
 
@@ -70,6 +73,7 @@ void train_as_unsharded(const TrainingLoop<Net>& loop, const World& world, const
     expect_all_sharded(sharded);
     for (Net* each : {&net, &plain})
       if (loop.then) loop.then(*each, step);
+    make_gradients_dense(*plain);
     expect_close(sharded.full_gradients(), gradients_of(*plain), "the gradient" + when);
     if (adamw)
       adamw->step();
