@@ -114,6 +114,7 @@ class Engine final : public AccessHandler {
   // Without an optimizer of our own nobody would tell when the last micro-batch was: each is reduced.
   bool keeps_local_gradients() const { return accumulating_ > 0 && !gradients_sharded() && consumer_ != nullptr; }
   void refuse_gradients_in_module() const;
+  void refuse_step_while_accumulating() const;
   void make_clippable();
   bool updates_in_backward() const;
 
