@@ -128,6 +128,52 @@ TEST(CasesAccess, Autocast) {
   expect_as_unsharded(loop, {1, 2, 4});  // dividing by 3 would round in bf16
 }
 
+// ---- what is said ------------------------------------------------------------------------------------------------------
+
+std::string said(const std::function<void()>& action) {
+  testing::internal::CaptureStderr();
+  action();
+  return testing::internal::GetCapturedStderr();
+}
+
+TEST(CasesAccess, GradientsThatAddUpAreSaid) {
+  for_every_placement(
+      [](const World& world, const Placements& placements) {
+        enum class Drop { by_module, to_none, to_zero };
+        for (const auto drop : {Drop::by_module, Drop::to_none, Drop::to_zero}) {
+          auto net = common_net();
+          auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
+          torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
+          const auto words = said([&] {
+            for (int64_t step = 0; step < 3; ++step) {
+              const auto loss = net_s_loss(net, world, step);
+              if (drop == Drop::by_module)
+                net->zero_grad();
+              else
+                optimizer.zero_grad(/*set_to_none=*/drop == Drop::to_none);
+              loss.backward();
+              optimizer.step();
+            }
+          });
+          if (drop == Drop::by_module)
+            expect_words(words, {"step 2", "'first.weight'", "zero_grad()", "of the module"});
+          else
+            EXPECT_EQ(words, "");
+        }
+      },
+      {1});
+}
+
+TEST(CasesAccess, AViewMadeBeforeShardingIsSaid) {
+  on_ranks(1, [](World world) {
+    auto net = common_net();
+    const auto view = net->middle->weight.t();
+    expect_words(said([&] { fully_shard(net, Mesh(world)); }), {"'middle.weight'", "in forward"});
+    auto other = common_net();
+    EXPECT_EQ(said([&] { fully_shard(other, Mesh(world)); }), "");
+  });
+}
+
 // ---- values of rank 0 ----------------------------------------------------------------------------------------------------
 
 struct NormedImpl : nn::Module {

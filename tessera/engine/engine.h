@@ -120,6 +120,7 @@ class Engine final : public AccessHandler {
 
   void enter_forward();
   void enter_backward();
+  void say_that_gradients_add_up() const;
   void go_on_after_nested_backward();
   void end_backward();
   void end_outermost_backward();
