@@ -50,7 +50,7 @@ class Training {
       : world_(world),
         model_(seeded(config, frozen)),
         data_(config.vocab, config.context, 1),
-        sharded(fully_shard(model_, Mesh(world),
+        sharded(fully_shard(model_, mesh_for(world, setting.placements),
                             {.placements = setting.placements,
                              .units = units_of<models::LlamaBlockImpl>(),
                              .precision = {.working = setting.working, .gradient = {}}})),
@@ -289,6 +289,30 @@ TEST(Budget, EachUnitIsGatheredTwiceAndReducedOnceAStep) {
       EXPECT_EQ(sharded.schedule(), schedule);
     }
   });
+}
+
+TEST(Budget, HybridGathersAndReducesAsOften) {
+  for (const bool over_both : {false, true})
+    for (const int ranks : {2, 3, 4}) {
+      const Setting setting{hybrid("shard", "replicate", over_both), torch::kFloat, ranks};
+      SCOPED_TRACE(setting.words());
+      on_ranks(ranks, [&](World world) {
+        Training training(world, setting);
+        const auto units = static_cast<int64_t>(training.sharded.engine().units().size());
+        for (int step = 0; step < 4; ++step) {
+          const Counts before = counts_of(training.sharded);
+          training.step();
+          const Counts after = counts_of(training.sharded);
+          EXPECT_EQ(after.gathers - before.gathers, 2 * units);
+          EXPECT_EQ(after.reductions - before.reductions, units);
+          // Of each gradient its sum over all ranks takes in what the others have of it, once; where several ranks update
+          // the same elements, each takes in the others' sums.
+          const int64_t copies = over_both ? 1 : ranks % 2 == 0 ? 2 : 1;
+          const int64_t moved = sum_over_ranks(training.sharded, after.reduced - before.reduced);
+          EXPECT_EQ(moved, kParameters * 4 * (ranks - 1 + copies - 1));
+        }
+      });
+    }
 }
 
 }  // namespace

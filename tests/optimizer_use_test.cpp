@@ -233,6 +233,137 @@ TEST(OptimizerUse, AFusedUpdateCannotBeDropped) {
   });
 }
 
+// A gradient of one parameter is dropped between micro-batches, the others' add up.
+TEST(OptimizerUse, TheGradientOfOneParameterIsDropped) {
+  for (const bool to_zero : {false, true})
+    expect_as_unsharded([to_zero](Training& training) {
+      for (int64_t s = 0; s < 3; ++s) {
+        for (int64_t micro = 0; micro < 3; ++micro) {
+          std::optional<Sharded::Accumulating> held;
+          if (training.sharded && micro < 2) held.emplace(training.sharded->engine());
+          training.backward(3 * s + micro);
+          if (micro != 1) continue;
+          auto dropped = training.parameters()[s % 2 == 0 ? 0 : 3];
+          if (!to_zero)
+            dropped.mutable_grad() = Tensor();
+          else if (dropped.grad().defined())
+            dropped.mutable_grad().zero_();
+        }
+        training.optimizer->step();
+        training.optimizer->zero_grad();
+      }
+    });
+}
+
+TEST(OptimizerUse, AnyNumberOfBackwardsAStep) {
+  expect_as_unsharded([](Training& training) {
+    int64_t s = 0;
+    for (const int micros : {1, 4, 2, 1, 3}) {
+      for (int micro = 0; micro < micros; ++micro) {
+        std::optional<Sharded::Accumulating> held;
+        if (training.sharded && micro + 1 < micros) held.emplace(training.sharded->engine());
+        training.backward(s++, 1.0 / micros);
+      }
+      training.optimizer->step();
+      training.optimizer->zero_grad();
+    }
+  });
+}
+
+TEST(OptimizerUse, GradientsThatAreReplaced) {
+  expect_as_unsharded([](Training& training) {
+    for (int64_t s = 0; s < 3; ++s) {
+      training.backward(s);
+      for (auto& parameter : training.parameters())
+        if (parameter.grad().defined()) parameter.mutable_grad() = parameter.grad() * 0.5;
+      training.optimizer->step();
+      training.optimizer->zero_grad();
+    }
+  });
+}
+
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<Tensor>&)>;
+
+void expect_optimizer(const MakeOptimizer& make) {
+  for_every_placement([&](const World& world, const Placements& placements) {
+    auto net = new_net(), plain = new_net();
+    auto sharded = shard(net, world, placements);
+    const auto ours = make(sharded.parameters()), theirs = make(plain->parameters());
+    for (int64_t s = 0; s < 3; ++s) {
+      loss_of(net, s).backward();
+      loss_of(plain, s).backward();
+      for (auto* each : {ours.get(), theirs.get()}) {
+        each->step();
+        each->zero_grad();
+      }
+    }
+    expect_same_parameters(sharded, plain);
+  });
+}
+
+TEST(OptimizerUse, EveryOptimizerOfTorchThatTreatsElementsOneByOne) {
+  using namespace torch::optim;
+  expect_optimizer([](const auto& p) { return std::make_unique<SGD>(p, SGDOptions(0.02).momentum(0.9).nesterov(true)); });
+  expect_optimizer([](const auto& p) { return std::make_unique<Adam>(p, AdamOptions(0.01).eps(1e-3).amsgrad(true)); });
+  expect_optimizer(
+      [](const auto& p) { return std::make_unique<RMSprop>(p, RMSpropOptions(0.01).eps(1e-3).centered(true)); });
+  expect_optimizer([](const auto& p) { return std::make_unique<Adagrad>(p, AdagradOptions(0.01).eps(1e-3).lr_decay(0.1)); });
+}
+
+// One group of all weights, one that has fewer elements than there are ranks, one that has none.
+TEST(OptimizerUse, GroupsOfParameters) {
+  expect_optimizer([](const std::vector<Tensor>& p) {
+    using torch::optim::OptimizerParamGroup;
+    using torch::optim::SGDOptions;
+    std::vector<OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<Tensor>{p[0], p[1], p[2]});
+    groups.emplace_back(std::vector<Tensor>{p[3]}, std::make_unique<SGDOptions>(SGDOptions(0.3).momentum(0.2)));
+    groups.emplace_back(std::vector<Tensor>{}, std::make_unique<SGDOptions>(0.7));
+    return std::make_unique<torch::optim::SGD>(groups, SGDOptions(0.02));
+  });
+}
+
+// In all, fp64, and bf16 with fp32 gradients: the mean, the sum, and other factors, exactly.
+TEST(OptimizerUse, GradientsAreDividedByTheDivisor) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    for (const double divisor : {0.0, 1.0, 2.0, 1.0 * world.size, 2.0 * world.size})
+      for (const bool bf16 : {false, true}) {
+        if (bf16 && placements.gradient == Placement::replicated) continue;
+        auto net = common_net(), plain = common_net();
+        auto options = net_s_options(placements);
+        if (divisor > 0) options.gradient_divisor = divisor;
+        if (bf16) options.precision = {.working = torch::kBFloat16, .gradient = torch::kFloat};
+        const auto type = bf16 ? torch::kBFloat16 : torch::kDouble;
+        (bf16 ? plain : net)->to(type);
+        if (!bf16) plain->to(type);
+        auto sharded = fully_shard(net, mesh_for(world, placements), options);
+        const auto x = input_rows(0, 0, 8, 6, type);
+        net(x).sum().backward();
+        plain(x).sum().backward();
+        const double factor = world.size / (divisor > 0 ? divisor : world.size);
+        for (const auto& [name, gradient] : sharded.full_gradients())
+          EXPECT_TRUE(torch::equal(gradient, plain->named_parameters()[name].grad().to(gradient.scalar_type()) * factor))
+              << name << " over " << divisor;
+      }
+  });
+}
+
+TEST(OptimizerUse, AStepWhileMicroBatchesAreHeldIsRefused) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    for (const bool ours : {false, true}) {
+      auto net = new_net();
+      auto sharded = shard(net, world, placements);
+      std::optional<AdamW> adamw;
+      if (ours) adamw.emplace(sharded, AdamWOptions{});
+      torch::optim::SGD sgd(sharded.parameters(), 0.1);
+      const auto held = sharded.accumulating();
+      loss_of(net, 0).backward();
+      expect_words(refusal<GuardError>([&] { ours ? static_cast<void>(adamw->step()) : static_cast<void>(sgd.step()); }),
+                   {"step 1", "accumulating()"});
+    }
+  });
+}
+
 TEST(OptimizerUse, TheModulesOwnGradientsAreNotLookedAt) {
   for_every_placement([](const World& world, const Placements& placements) {
     auto net = new_net();

@@ -1,6 +1,7 @@
 #include "tessera/engine/engine.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/any.h>
 #include <ATen/ops/isfinite.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
@@ -247,7 +248,29 @@ void Engine::refuse_unconsumed() const {
 
 void Engine::go_on_after_nested_backward() {
   if (!std::exchange(nested_ended_, false)) return;
-  at_end_of_backward([this] { end_backward(); });
+  at_end_of_backward([this] { end_outermost_backward(); });
+}
+
+// Legal, as in torch, but mostly a slip: Module::zero_grad reaches no shard. Looked at once, in the second step.
+void Engine::say_that_gradients_add_up() const {
+  const at::NoGradGuard no_grad;
+  for (const auto& unit : units_)
+    for (const auto& parameter : unit->parameters()) {
+      const at::Tensor& gradient = parameter.shard.grad();
+      if (!gradient.defined() || !gradient.any().item<bool>()) continue;
+      std::fprintf(
+          stderr,
+          "tessera: rank %d, step 2: the gradient of parameter '%s' was not dropped after step 1, so this step's is "
+          "added to it. If that is not meant, call zero_grad() of the optimizer or of the sharded model: that of the "
+          "module does not reach the shards (said once)\n",
+          communicator_->rank().value, parameter.name.c_str());
+      return;
+    }
+}
+
+void Engine::end_outermost_backward() {
+  end_backward();
+  if (phase_ == Phase::idle) release_all();  // frozen units that backward used last: no gradient of theirs released them
 }
 
 void Engine::enter_backward() {
@@ -256,13 +279,14 @@ void Engine::enter_backward() {
   // A further backward adds to the gradients of the one before, unless those were used while they came.
   if (consumer_ != nullptr && consumer_->fuses_reduction()) refuse_unconsumed();
   if (reduction_pending_) make_reduced();
+  if (step_ == 2 && rounds_ == 0) say_that_gradients_add_up();
   phase_ = Phase::backward;
   arrivals_ = false;
   for (const auto& unit : units_) {
     unit->complete = false;
     unit->expected = unit->count_trainable();
   }
-  at_end_of_backward([this] { end_backward(); });
+  at_end_of_backward([this] { end_outermost_backward(); });
 }
 
 }  // namespace tessera

@@ -124,13 +124,16 @@ class Engine final : public AccessHandler {
   // Without an optimizer of our own nobody would tell when the last micro-batch was: each is reduced.
   bool keeps_local_gradients() const { return accumulating_ > 0 && !gradients_sharded() && consumer_ != nullptr; }
   void refuse_gradients_in_module() const;
+  void refuse_step_while_accumulating() const;
   void make_clippable();
   bool updates_in_backward() const;
 
   void enter_forward();
   void enter_backward();
+  void say_that_gradients_add_up() const;
   void go_on_after_nested_backward();
   void end_backward();
+  void end_outermost_backward();
   void refuse_unconsumed() const;
   void refuse_in_scope(const char* what) const;
   bool stays(const Unit& unit) const;

@@ -78,8 +78,16 @@ bool Engine::agree_on_step() {
   return false;
 }
 
+void Engine::refuse_step_while_accumulating() const {
+  if (accumulating_ > 0)
+    throw GuardError(text("the optimizer's step ", step_,
+                          " was called while Sharded::accumulating() is held, which says that more of its micro-batches "
+                          "follow; let that end first"));
+}
+
 bool Engine::run_step() {
   settle();
+  refuse_step_while_accumulating();
   if (phase_ == Phase::backward)
     throw GuardError("the optimizer's step was called inside backward; call it when backward has returned");
   refuse_in_scope("the optimizer's step");
@@ -122,6 +130,7 @@ void Engine::begin_outside_step() {
     throw GuardError(
         "an operator wrote to a parameter shard inside backward; step the optimizer when backward has returned");
   refuse_in_scope("an operator wrote to a parameter shard");
+  refuse_step_while_accumulating();
   release_all();
   if (consumer_ != nullptr && reduction_pending_) reduce_replicated(nullptr);
   share_sums();

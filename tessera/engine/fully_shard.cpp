@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <map>
 #include <set>
 #include <tuple>
@@ -142,6 +143,22 @@ std::vector<UnitSpec> collect(const torch::nn::Module& module, const ShardOption
   return units;
 }
 
+// A view of a parameter that was made before, such as `tied = weight.t()` in a constructor, keeps the old memory.
+void say_that_others_stay_behind(const std::vector<UnitSpec>& units) {
+  for (const auto& unit : units)
+    for (const auto& parameter : unit.parameters) {
+      const at::Tensor& tensor = parameter.tensor;
+      if (tensor.key_set().has(c10::DispatchKey::DeferredInit) || tensor.numel() == 0 || tensor.storage().use_count() < 2)
+        continue;
+      std::fprintf(stderr,
+                   "tessera: another tensor shares the memory of parameter '%s'; it keeps the values of now, and gradients "
+                   "through it are those of these values. If the model computes with it, make that view in forward "
+                   "(said of the first)\n",
+                   parameter.name.c_str());
+      return;
+    }
+}
+
 // What all ranks of this host will hold when the model is sharded, without optimizer state and transient gradients.
 Bytes state_of_host(const std::vector<UnitSpec>& units, const ShardOptions& options, const Division& division) {
   int64_t bytes = 0;
@@ -256,6 +273,7 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
   auto units = collect(module, options);
   const auto communicator = SharedMemory::connect(mesh.world());
   agree(*communicator, units, words_for(options, mesh, units), options.initial);
+  if (communicator->rank().value == 0) say_that_others_stay_behind(units);
   require_memory(
       state_of_host(units, options, division),
       text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", name_of(options.placements)));
