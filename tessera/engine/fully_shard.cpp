@@ -1,7 +1,8 @@
 #include "tessera/engine/fully_shard.h"
 
 #include <ATen/core/grad_mode.h>
-#include <fnmatch.h>
+#include <torch/csrc/jit/codegen/fuser/interface.h>
+#include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +11,7 @@
 #include <tuple>
 
 #include "tessera/base/error.h"
+#include "tessera/base/pattern.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/arena_lease.h"
 #include "tessera/engine/deferred.h"
@@ -20,26 +22,24 @@ namespace {
 
 constexpr const char* kRoot = "(root)";
 
-bool matches(const std::string& pattern, const std::string& name) { return fnmatch(pattern.c_str(), name.c_str(), 0) == 0; }
-
 // The dotted names of modules that are units, the root's being "", with the name of the unit that each belongs to: its own,
 // or the first of those that it is joined with.
-std::map<std::string, std::string> unit_names(const torch::nn::Module& module, const ShardOptions& options) {
+std::map<std::string, std::string> unit_names(const ModuleTree& model, const ShardOptions& options) {
   std::map<std::string, std::string> names{{"", ""}};
   std::vector<std::string> first(options.joined.size());
   if (options.units)
-    for (const auto& item : module.named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
-      if (!options.units(item.key(), *item.value())) continue;
-      auto& unit = names[item.key()] = item.key();
+    for (const auto& submodule : model.submodules) {
+      if (!options.units(submodule)) continue;
+      auto& unit = names[submodule.name] = submodule.name;
       for (size_t i = 0; i < first.size(); ++i) {
-        if (!matches(options.joined[i], item.key())) continue;
-        if (first[i].empty()) first[i] = item.key();
+        if (!matches(options.joined[i], submodule.name)) continue;
+        if (first[i].empty()) first[i] = submodule.name;
         unit = first[i];
         break;
       }
     }
   if (options.units && names.size() == 1)
-    throw ConfigError(text("the unit policy matches no module of this model (", module.name(),
+    throw ConfigError(text("the unit policy matches no module of this model (", model.type,
                            "); leave units unset to gather the whole model at once"));
   for (size_t i = 0; i < first.size(); ++i)
     if (first[i].empty())
@@ -99,8 +99,8 @@ bool is_ignored(const std::string& name, const std::vector<std::string>& pattern
 
 // Parameters by unit, in the order of the model; one unit a type and layout, since a unit is one buffer of one type. A tied
 // parameter belongs to where it is met first.
-std::vector<UnitSpec> collect(const torch::nn::Module& module, const ShardOptions& options) {
-  const auto names = unit_names(module, options);
+std::vector<UnitSpec> collect(const ModuleTree& model, const ShardOptions& options) {
+  const auto names = unit_names(model, options);
   std::vector<int> ignored(options.ignored.size(), 0);
   std::vector<UnitSpec> units;
   std::map<std::tuple<std::string, c10::ScalarType, std::string>, size_t> index_of;
@@ -108,23 +108,26 @@ std::vector<UnitSpec> collect(const torch::nn::Module& module, const ShardOption
   std::set<std::string> used;
   std::set<const at::TensorImpl*> seen;
   std::map<const void*, std::string> storages;
-  for (const auto& item : module.named_parameters()) {
-    const at::Tensor& tensor = item.value();
+  for (const auto& [name, tensor] : model.parameters) {
     if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
-    if (is_ignored(item.key(), options.ignored, ignored)) continue;
-    check_parameter(item.key(), tensor, storages);
-    const std::string unit = unit_of(item.key(), names);
-    const LayoutKind layout = layout_of(item.key(), options.layouts, counts);
+    if (is_ignored(name, options.ignored, ignored)) continue;
+    check_parameter(name, tensor, storages);
+    const std::string unit = unit_of(name, names);
+    const LayoutKind layout = layout_of(name, options.layouts, counts);
     const auto [found, fresh] = index_of.emplace(std::tuple(unit, tensor.scalar_type(), name_of(layout)), units.size());
     if (fresh) {
-      std::string name = unit.empty() ? kRoot : unit;
-      if (!used.insert(name).second)
-        used.insert(name += text(":", c10::toString(tensor.scalar_type()), ":", name_of(layout)));
-      units.push_back({name, {}, layout});
+      std::string unit_name = unit.empty() ? kRoot : unit;
+      if (!used.insert(unit_name).second)
+        used.insert(unit_name += text(":", c10::toString(tensor.scalar_type()), ":", name_of(layout)));
+      units.push_back({unit_name, {}, layout});
     }
-    units[found->second].parameters.push_back({item.key(), tensor});
+    units[found->second].parameters.push_back({name, tensor});
   }
-  if (units.empty()) throw ConfigError(text("the model (", module.name(), ") has no parameters to shard"));
+  if (units.empty())
+    throw ConfigError(text("the model (", model.type, ") has no parameters to shard",
+                           model.script ? "; those of a frozen TorchScript module have become constants: shard the module "
+                                          "as it was before it was frozen"
+                                        : ""));
   check_counts(options.layouts, counts);
   for (size_t i = 0; i < ignored.size(); ++i)
     if (ignored[i] == 0)
@@ -165,60 +168,43 @@ std::string words_for(const ShardOptions& options, const Mesh& mesh) {
               options.non_finite == NonFinite::stop ? ", stop" : ", skip");
 }
 
-std::vector<at::Tensor> ignored_of(const torch::nn::Module& module, const ShardOptions& options) {
+std::vector<at::Tensor> ignored_of(const ModuleTree& model, const ShardOptions& options) {
   std::vector<at::Tensor> all;
   std::vector<int> counts(options.ignored.size());
-  for (const auto& item : module.named_parameters())
-    if (is_ignored(item.key(), options.ignored, counts)) all.push_back(item.value());
+  for (const auto& [name, tensor] : model.parameters)
+    if (is_ignored(name, options.ignored, counts)) all.push_back(tensor);
   return all;
 }
 
-std::unique_ptr<ModuleBuffers> buffers_of(const torch::nn::Module& module, const ShardOptions& options) {
+std::unique_ptr<ModuleBuffers> buffers_of(const ModuleTree& model, const ShardOptions& options) {
   std::vector<std::pair<std::string, at::Tensor>> buffers;
-  for (const auto& item : module.named_buffers()) {
-    at::Tensor buffer = item.value();
+  for (auto [name, buffer] : model.buffers) {
     if (const auto type = options.precision.buffers; type && buffer.defined() && buffer.is_floating_point())
       buffer.set_data(buffer.to(*type));
-    buffers.emplace_back(item.key(), buffer);
+    buffers.emplace_back(name, buffer);
   }
   return std::make_unique<ModuleBuffers>(std::move(buffers), options.buffers);
 }
 
-}  // namespace
-
-UnitPolicy units_named(std::vector<std::string> patterns) {
-  return [patterns = std::move(patterns)](const std::string& name, const torch::nn::Module&) {
-    return std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) { return matches(pattern, name); });
-  };
+std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& named) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& each : named) tensors.push_back(each.tensor);
+  return tensors;
 }
 
-UnitPolicy units_of_size(int64_t elements) {
-  const auto large = [elements](const torch::nn::Module& module) {
-    int64_t count = 0;
-    for (const auto& parameter : module.parameters()) count += parameter.numel();
-    return count >= elements;
-  };
-  return [large](const std::string&, const torch::nn::Module& module) {
-    const auto children = module.children();
-    return large(module) && std::none_of(children.begin(), children.end(), [&](const auto& child) { return large(*child); });
-  };
-}
-
-Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
+Sharded shard(const ModuleTree& model, const Mesh& mesh, const ShardOptions& options) {
   check(options.placements);
   if (const auto divisor = options.gradient_divisor; divisor && !(*divisor > 0 && std::isfinite(*divisor)))
     throw ConfigError(text("gradient_divisor must be a positive number, but is ", *divisor));
   const Division division(options.placements, mesh);
-  const Deferred::Pause pause;
-  settle_deferred(module);
-  auto units = collect(module, options);
+  auto units = collect(model, options);
   const auto communicator = SharedMemory::connect(mesh.world());
   agree(*communicator, units, words_for(options, mesh), options.initial);
   require_memory(
       state_of_host(units, options, division),
       text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", name_of(options.placements)));
-  materialize(module.buffers());
-  materialize(ignored_of(module, options));
+  materialize(tensors_of(model.buffers));
+  materialize(ignored_of(model, options));
   auto arena = ArenaLease::take(communicator);
   const auto give_values = [&](UnitSpec& unit) {
     materialize(tensors_of(unit));
@@ -229,11 +215,29 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
                                EngineSettings{options.placements, division, options.precision, options.non_finite,
                                               options.gradient_divisor.value_or(communicator->size()), give_values},
                                std::move(units));
-  auto buffers = buffers_of(module, options);
+  auto buffers = buffers_of(model, options);
   buffers->agree(*communicator, options.initial == Initial::verify);
   if (!buffers->empty()) engine->keep_equal(std::move(buffers));
   arena->arena().trim();
   return {std::move(engine), std::move(arena)};
+}
+
+}  // namespace
+
+Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
+  const Deferred::Pause pause;
+  settle_deferred(module);
+  return shard(tree_of(module), mesh, options);
+}
+
+Sharded fully_shard(torch::jit::Module& module, const Mesh& mesh, const ShardOptions& options) {
+  const Deferred::Pause pause;
+  const ModuleTree model = tree_of(module);
+  if (torch::jit::canFuseOnCPU() && torch::jit::tensorExprFuserEnabled())
+    throw ConfigError(text("the TorchScript model (", model.type,
+                           ") would be compiled to kernels that read parameters' memory without the dispatcher, which could "
+                           "not gather them; call torch::jit::overrideCanFuseOnCPU(false) before fully_shard"));
+  return shard(model, mesh, options);
 }
 
 Sharded::Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena)

@@ -13,26 +13,11 @@
 
 #include "tessera/engine/agreement.h"
 #include "tessera/engine/engine.h"
+#include "tessera/engine/module_tree.h"
 #include "tessera/layout/placements.h"
 #include "tessera/mesh/mesh.h"
 
 namespace tessera {
-
-/// Says which modules become units of their own, by dotted name and type. Parameters of no unit belong to the root unit, and
-/// those of nested units to the innermost.
-using UnitPolicy = std::function<bool(const std::string& name, const torch::nn::Module& module)>;
-
-/// Every module of type `Impl` (a transformer block, say) is a unit.
-template <class Impl>
-UnitPolicy units_of() {
-  return [](const std::string&, const torch::nn::Module& module) { return dynamic_cast<const Impl*>(&module) != nullptr; };
-}
-
-/// Modules whose dotted names match one of `patterns` (fnmatch: `*` any characters) are units.
-UnitPolicy units_named(std::vector<std::string> patterns);
-
-/// The smallest modules that have at least `elements` parameter elements, those of their children included, are units.
-UnitPolicy units_of_size(int64_t elements);
 
 /// The layout of parameters whose full name matches `pattern` (fnmatch: `*` any characters, `?` one, `[…]` a set).
 struct LayoutChoice {
@@ -148,5 +133,10 @@ template <class Impl>
 Sharded fully_shard(torch::nn::ModuleHolder<Impl>& holder, const Mesh& mesh, const ShardOptions& options = {}) {
   return fully_shard(static_cast<torch::nn::Module&>(*holder), mesh, options);
 }
+
+/// The same for a TorchScript module, as torch::jit::load returns it. Its parameters' tensors are sharded where they are, so
+/// all its methods, copies of the handle and modules inside it see them. Not for frozen modules, whose parameters have
+/// become constants of the code.
+Sharded fully_shard(torch::jit::Module& module, const Mesh& mesh, const ShardOptions& options = {});
 
 }  // namespace tessera
