@@ -215,6 +215,7 @@ void Engine::enter_forward() {
 }
 
 void Engine::begin_training_pass() {
+  refuse_if_sitting_out();
   refuse_unconsumed();
   refuse_replaced();
   release_all();  // what an evaluation left resident is not part of the iteration
@@ -242,6 +243,7 @@ void Engine::go_on_after_nested_backward() {
 
 void Engine::enter_backward() {
   settle();
+  refuse_if_sitting_out();
   // A further backward adds to the gradients of the one before, unless those were used while they came.
   if (consumer_ != nullptr && consumer_->fuses_reduction()) refuse_unconsumed();
   if (reduction_pending_) make_reduced();

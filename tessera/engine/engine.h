@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/engine/join.h"
 #include "tessera/engine/module_buffers.h"
 #include "tessera/engine/schedule.h"
 #include "tessera/engine/unit.h"
@@ -64,6 +65,9 @@ class Engine final : public AccessHandler {
   /// The next backward's gradients of this rank count as those of `count` samples (or tokens) of `total`; see
   /// Sharded::weight_by. Collective if `total` is 0.
   double weight_by(double count, double total);
+
+  /// Before each backward of ranks with different numbers of batches; see Sharded::join. Collective.
+  bool join(double samples, DivideBy divide_by);
 
   /// Backwards until `end_accumulating` are not the last of their step.
   void begin_accumulating() { ++accumulating_; }
@@ -129,6 +133,10 @@ class Engine final : public AccessHandler {
   void begin_training_pass();
   void note(StepKind kind, uint32_t unit);
 
+  void sit_out();
+  void refuse_if_sitting_out() const;
+  void weigh(double weight);
+
   void sweep_gradients(Unit& unit);
   void start_another_round(uint32_t index, ParameterIndex p);
   void post(uint32_t index);
@@ -177,7 +185,10 @@ class Engine final : public AccessHandler {
   bool unconsumed_ = false;         // gradients wait for a step
   bool departed_ = false;           // said once that an iteration departed from the schedule
   double clip_ = 1.0;
-  double weight_ = 1.0;  // of this rank's gradients in the coming backward
+  double weight_ = 1.0;          // of this rank's gradients in the coming backward
+  bool sits_out_ = false;        // this rank has no batch, and has done its part of this backward
+  bool sat_out_ = false;         // the same of some backward of this step
+  std::vector<bool> took_part_;  // ranks that had a batch in this step; empty: all
   bool watching_ = false;
   std::string first_non_finite_;
   Traffic traffic_;

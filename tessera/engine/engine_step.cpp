@@ -95,7 +95,7 @@ bool Engine::run_step() {
   }
   refuse_gradients_in_module();
   const bool applied = agree_on_step();
-  if (buffers_) buffers_->synchronise(*communicator_);
+  if (buffers_) buffers_->synchronise(*communicator_, took_part_);
   phase_ = Phase::stepping;
   const auto start = std::chrono::steady_clock::now();
   for (const auto& unit : units_)
@@ -129,7 +129,7 @@ void Engine::begin_outside_step() {
     throw GuardError(text("step ", step_,
                           " must be skipped because of a gradient that is not finite, but a torch::optim optimizer can't be "
                           "told; use tessera::AdamW with non_finite = skip"));
-  if (buffers_) buffers_->synchronise(*communicator_);
+  if (buffers_) buffers_->synchronise(*communicator_, took_part_);
   phase_ = Phase::stepping;
 }
 
@@ -142,7 +142,9 @@ void Engine::finish_step(bool applied) {
     }
     unit->forget_gradients();
   }
-  if (!schedule_.end_iteration() && !departed_) {
+  if (std::exchange(sat_out_, false)) {
+    schedule_.abandon_iteration();
+  } else if (!schedule_.end_iteration() && !departed_) {
     departed_ = true;
     std::fprintf(stderr,
                  "tessera: rank %d: step %lld did less than the recorded schedule; it is recorded anew (said once)\n",
@@ -150,7 +152,10 @@ void Engine::finish_step(bool applied) {
   }
   take_back_lent();
   if (const auto arena = CachingAllocator::instance().arena()) arena->age();
+  communicator_->finished_step(step_);
   ++step_;
+  took_part_.clear();
+  sits_out_ = false;
   rounds_ = 0;
   backwards_ = 0;
   clip_ = 1.0;
@@ -198,9 +203,14 @@ double Engine::weight_by(double count, double total) {
   if (total == 0)
     for (const auto& theirs : communicator_->all_gather("counts of samples", packed(count)))
       total += unpacked<double>(theirs);
-  for (const auto& unit : units_) sweep_gradients(*unit);  // of earlier micro-batches, which this weight is not for
   if (total == 0) throw ConfigError("weight_by: no rank has any sample, so there is nothing to weight by");
-  return weight_ = count * communicator_->size() / total;
+  weigh(count * communicator_->size() / total);
+  return weight_;
+}
+
+void Engine::weigh(double weight) {
+  for (const auto& unit : units_) sweep_gradients(*unit);  // of earlier micro-batches, which this weight is not for
+  weight_ = weight;
 }
 
 void Engine::make_clippable() {

@@ -77,6 +77,29 @@ class Sharded {
   /// over all samples.
   double weight_by(double count, double total = 0) { return engine_->weight_by(count, total); }
 
+  /// For ranks with different numbers of batches: is there still a rank that has one? Every rank calls it before each
+  /// forward, and says whether it has a batch; all go on until none has. A rank without takes part in this backward here,
+  /// without gradients, waiting for those of the others; it skips forward and backward, and calls what follows them as all
+  /// ranks do:
+  ///
+  ///     while (sharded.join(batch.has_value())) {
+  ///       if (batch) loss(*batch).backward();
+  ///       sharded.clip_grad_norm(1.0);
+  ///       optimizer.step();
+  ///       optimizer.zero_grad();
+  ///       batch = loader.next();
+  ///     }
+  ///
+  /// With micro-batches it is called for each, under accumulating() where the backward would be. Buffers are those of the
+  /// ranks that had a batch in the step. Throws GuardError when a rank that said it had no batch trains on one,
+  /// AgreementError where `divide_by` differs. Collective.
+  bool join(bool has_batch, DivideBy divide_by = DivideBy::ranks) { return engine_->join(has_batch ? 1 : 0, divide_by); }
+
+  /// The same for losses that are means over `samples` samples (or tokens), 0 where there is none: the gradients of this
+  /// backward become the mean over all of them. Instead of join and weight_by, for the ranks that have run out don't get to
+  /// a weight_by that follows.
+  bool join_by(double samples) { return engine_->join(samples, DivideBy::samples); }
+
   /// While the result lives, a backward is not the last of its step: gradients add up (in the shards where gradients are
   /// sharded, else on each rank, unreduced), and the next forward may follow without an optimizer step.
   class Accumulating {
