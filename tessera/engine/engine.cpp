@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/isfinite.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -16,15 +15,6 @@
 
 namespace tessera {
 namespace {
-
-struct GradientHook final : torch::autograd::PostAccumulateGradHook {
-  GradientHook(Engine* engine, uint32_t unit, ParameterIndex parameter) : engine(engine), unit(unit), parameter(parameter) {}
-  void operator()(const torch::autograd::Variable&) override { engine->on_gradient(unit, parameter); }
-
-  Engine* engine;
-  uint32_t unit;
-  ParameterIndex parameter;
-};
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
@@ -43,17 +33,13 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings&
     const auto index = static_cast<uint32_t>(units_.size());
     units_.push_back(
         std::make_unique<Unit>(std::move(spec), index, placements_, division_, settings.precision, *communicator_, *this));
-    auto& parameters = units_.back()->parameters();
-    if (!trainable_type(units_.back()->working_type())) continue;
-    for (ParameterIndex p = 0; p < parameters.size(); ++p)
-      torch::autograd::impl::set_post_acc_grad_hooks(parameters[p].tensor, std::make_unique<GradientHook>(this, index, p));
   }
+  watch_gradients();
 }
 
 Engine::~Engine() {
   for (const auto& unit : units_)
-    for (const auto& parameter : unit->parameters())
-      torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
+    for (const auto& parameter : unit->parameters()) GradientHook::take_away(*this, parameter.tensor);
   if (std::uncaught_exceptions() > unwinding_) communicator_->fail("an exception ended it");
   if (std::uncaught_exceptions() > unwinding_ || phase_ != Phase::stepping) return;
   for (const auto& unit : units_) {  // peers may still want to read what an outside optimizer wrote last
@@ -95,6 +81,7 @@ void Engine::attach(GradientConsumer* consumer) {
         "a step can't be skipped after the update, and with fused_reduction that is when a gradient that is not finite is "
         "found; "
         "use non_finite = stop, or construct the optimizer without fused_reduction");
+  refuse_hooks_with(consumer);
   consumer_ = consumer;
 }
 
@@ -218,7 +205,8 @@ void Engine::begin_training_pass() {
   refuse_if_sitting_out();
   refuse_unconsumed();
   refuse_replaced();
-  release_all();  // what an evaluation left resident is not part of the iteration
+  watch_gradients();  // a user's hook may have taken the place of the engine's
+  release_all();      // what an evaluation left resident is not part of the iteration
   training_pass_ = true;
 }
 
@@ -244,6 +232,7 @@ void Engine::go_on_after_nested_backward() {
 void Engine::enter_backward() {
   settle();
   refuse_if_sitting_out();
+  refuse_more_gradients();
   // A further backward adds to the gradients of the one before, unless those were used while they came.
   if (consumer_ != nullptr && consumer_->fuses_reduction()) refuse_unconsumed();
   if (reduction_pending_) make_reduced();

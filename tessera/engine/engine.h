@@ -4,8 +4,10 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "tessera/engine/gradient_hook.h"
 #include "tessera/engine/join.h"
 #include "tessera/engine/module_buffers.h"
 #include "tessera/engine/schedule.h"
@@ -112,6 +114,9 @@ class Engine final : public AccessHandler {
 
   void on_gradient(uint32_t unit, ParameterIndex parameter);
 
+  /// See Sharded::on_reduced_gradient.
+  void on_reduced_gradient(const std::string& pattern, ReducedGradientHook hook);
+
  private:
   Unit& unit_of(const Access& access) { return *units_[access.what->unit]; }
   bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
@@ -132,6 +137,11 @@ class Engine final : public AccessHandler {
   void keep_edit(Unit& unit);
   void begin_training_pass();
   void note(StepKind kind, uint32_t unit);
+
+  void watch_gradients();
+  void refuse_hooks_with(const GradientConsumer* consumer) const;
+  void call_gradient_hooks();
+  void refuse_more_gradients();
 
   void sit_out();
   void refuse_if_sitting_out() const;
@@ -164,6 +174,13 @@ class Engine final : public AccessHandler {
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<ModuleBuffers> buffers_;
   GradientConsumer* consumer_ = nullptr;
+
+  struct HookedParameters {
+    std::vector<std::pair<uint32_t, ParameterIndex>> parameters;
+    ReducedGradientHook hook;
+  };
+  std::vector<HookedParameters> hooks_;
+  bool hooks_called_ = false;  // in this step
 
   Phase phase_ = Phase::idle;
   Schedule schedule_;

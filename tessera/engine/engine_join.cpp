@@ -44,6 +44,7 @@ bool Engine::join(double samples, DivideBy divide_by) {
 void Engine::sit_out() {
   refuse_unconsumed();
   refuse_replaced();
+  refuse_more_gradients();
   training_pass_ = false;
   sat_out_ = true;  // a step with less in it is no departure from the schedule
   release_all();

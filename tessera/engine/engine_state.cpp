@@ -96,6 +96,7 @@ std::vector<at::Tensor> Engine::full_gradients() {
         "gradients are not kept when the optimizer takes them as they are reduced; construct it without fused_reduction");
   settle();
   make_reduced();
+  call_gradient_hooks();
   std::vector<int64_t> offsets;
   for (const auto& unit : units_)
     for (ParameterIndex p = 0; p < unit->parameters().size(); ++p) offsets.push_back(unit->reduced_offset(p));

@@ -94,6 +94,7 @@ bool Engine::run_step() {
     reduce_replicated(fused ? consumer_ : nullptr);
   }
   refuse_gradients_in_module();
+  call_gradient_hooks();
   const bool applied = agree_on_step();
   if (buffers_) buffers_->synchronise(*communicator_, took_part_);
   phase_ = Phase::stepping;
@@ -125,6 +126,7 @@ void Engine::begin_outside_step() {
   share_sums();
   refuse_replaced();
   refuse_gradients_in_module();
+  call_gradient_hooks();
   if (!agree_on_step())
     throw GuardError(text("step ", step_,
                           " must be skipped because of a gradient that is not finite, but a torch::optim optimizer can't be "
@@ -155,6 +157,7 @@ void Engine::finish_step(bool applied) {
   communicator_->finished_step(step_);
   ++step_;
   took_part_.clear();
+  hooks_called_ = false;
   sits_out_ = false;
   rounds_ = 0;
   backwards_ = 0;
@@ -182,6 +185,7 @@ void Engine::zero_grad() {
   sums_pending_ = false;
   local_pending_ = false;
   unconsumed_ = false;
+  hooks_called_ = false;
   rounds_ = 0;
   backwards_ = 0;
   for (const auto& unit : units_) {
@@ -221,6 +225,7 @@ void Engine::make_clippable() {
         "without fused_reduction");
   settle();
   make_reduced();
+  call_gradient_hooks();
 }
 
 void Engine::clip_gradient_values(double limit) {

@@ -68,6 +68,17 @@ class Sharded {
   void clip_grad_value(double limit) { engine_->clip_gradient_values(limit); }
   double grad_norm() { return engine_->clip_gradient_norm(std::numeric_limits<double>::infinity()); }
 
+  /// Calls `hook(name, gradient)` for each parameter whose full name matches `pattern` (fnmatch) and that has a gradient,
+  /// once a step: when the step's gradients are first looked at after the last backward, by step, clip_grad_norm, grad_norm,
+  /// clip_grad_value or full_gradients. `gradient` is this rank's part of the reduced gradient, in the shape of the shard,
+  /// empty where this rank has none, and may be changed in place; where several ranks hold the same part (ddp, hybrid) they
+  /// must change it alike. Hooks of one parameter are called in the order of registration. (tensor.register_hook on the
+  /// module's own parameter sees this rank's gradient before the reduction.) Throws ConfigError if nothing matches, or if
+  /// the optimizer takes gradients as they are reduced.
+  void on_reduced_gradient(const std::string& pattern, ReducedGradientHook hook) {
+    engine_->on_reduced_gradient(pattern, std::move(hook));
+  }
+
   void zero_grad() { engine_->zero_grad(); }
 
   /// For ranks with different numbers of samples (or tokens) whose losses are means over their own: the next backward's

@@ -9,6 +9,7 @@
 
 #include "tessera/comm/communicator.h"
 #include "tessera/engine/gradient_consumer.h"
+#include "tessera/engine/gradient_hook.h"
 #include "tessera/engine/observer.h"
 #include "tessera/engine/precision.h"
 #include "tessera/layout/division.h"
@@ -119,6 +120,9 @@ class Unit {
   void take_sums();
   /// Limits the elements of reduced gradients, times `factor`, to ±`limit`.
   void clamp_gradients(double factor, double limit);
+  /// Lets `change` see this rank's part of a reduced gradient, if there is one, and change it. `as_consumed`: where
+  /// consumers read it, else the shard's .grad.
+  void change_gradient(ParameterIndex p, bool as_consumed, const ReducedGradientHook& change);
   /// Feeds the reduced gradients to `consumer`.
   void consume_reduced(GradientConsumer& consumer, double scale, int64_t step);
   /// Where peers find this rank's reduced gradient (for read_gradient), or 0 if there is none.
