@@ -78,9 +78,9 @@ void Engine::adopt() {
       if (!unit.replaced(p)) continue;
       const auto& parameter = unit.parameters()[p];
       const at::Tensor values = parameter.tensor.detach();
-      if (values.sizes() != unit.shape(p) || values.scalar_type() != unit.working_type())
+      if (values.sizes() != unit.shape(p) || values.scalar_type() != unit.module_type())
         throw ConfigError(text("parameter '", parameter.name, "' was replaced by ", c10::toString(values.scalar_type()), " ",
-                               c10::str(values.sizes()), ", but is ", c10::toString(unit.working_type()), " ",
+                               c10::str(values.sizes()), ", but is ", c10::toString(unit.module_type()), " ",
                                c10::str(c10::IntArrayRef(unit.shape(p))),
                                "; shard the model anew for other shapes or types (precision.working chooses the type)"));
       all.push_back({u, p, values.alias()});

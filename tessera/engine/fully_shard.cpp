@@ -60,9 +60,9 @@ void check_parameter(const std::string& name, const at::Tensor& tensor, std::map
   if (!tensor.device().is_cpu())
     throw ConfigError(text("parameter '", name, "' is on ", tensor.device().str(),
                            ", but ranks that share memory compute on the CPU; move the model to the CPU"));
-  if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_complex())
-    throw ConfigError(text("parameter '", name, "' is ", tensor.is_complex() ? "complex" : "not dense",
-                           "; only dense, real parameters can be sharded"));
+  if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.scalar_type() == at::kComplexHalf)
+    throw ConfigError(text("parameter '", name, "' is ", tensor.is_complex() ? "of type ComplexHalf" : "not dense",
+                           "; only dense parameters of real types, ComplexFloat and ComplexDouble can be sharded"));
   const auto [found, fresh] = storages.emplace(tensor.storage().unsafeGetStorageImpl(), name);
   if (!fresh && tensor.numel() > 0)
     throw ConfigError(
@@ -287,6 +287,8 @@ void Sharded::load_parameters(const std::vector<std::pair<std::string, at::Tenso
         if (strict) faults += text("; '", name, "' is missing");
         continue;
       }
+      if (found->second.is_complex() && !units[u]->complex())
+        faults += text("; '", name, "' is complex, but the parameter is not");
       if (found->second.sizes() != units[u]->shape(p))
         faults += text("; '", name, "' has the shape ", c10::str(found->second.sizes()), ", wanted ",
                        c10::str(c10::IntArrayRef(units[u]->shape(p))));
@@ -320,7 +322,7 @@ StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {
 
 int64_t Sharded::parameter_count() const {
   int64_t count = 0;
-  for (const auto& unit : engine_->units()) count += unit->layout().real().value;
+  for (const auto& unit : engine_->units()) count += unit->layout().real().value / (unit->complex() ? 2 : 1);
   return count;
 }
 

@@ -55,7 +55,8 @@ class Sharded {
   Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena);
 
   /// This rank's parts of the master parameters, in a fixed order that is the same on all ranks: 1-D unless the part is the
-  /// whole parameter; empty where this rank owns nothing. After backward their .grad is the mean over ranks. For any
+  /// whole parameter; empty where this rank owns nothing. Complex parameters are pairs of reals here, with one more dim
+  /// (view_as_real), as torch::optim treats them. After backward their .grad is the mean over ranks. For any
   /// optimizer that treats elements one by one, as all of torch::optim do but LBFGS; what combines elements over ranks, such
   /// as a norm, must not be computed from one rank's shards: use clip_grad_norm.
   std::vector<at::Tensor> parameters() const;

@@ -14,24 +14,31 @@
 
 namespace tessera {
 
-using torch::autograd::impl::post_acc_grad_hooks;
+namespace {
+
+// The tensor's hook, or nullptr. A tensor that never required a gradient has no place for one.
+torch::autograd::PostAccumulateGradHook* hook_of(const at::Tensor& parameter) {
+  namespace impl = torch::autograd::impl;
+  return impl::get_autograd_meta(parameter) == nullptr ? nullptr : impl::post_acc_grad_hooks(parameter).get();
+}
+
+}  // namespace
 
 void GradientHook::put(Engine& engine, const at::Tensor& parameter, uint32_t unit, ParameterIndex index) {
-  auto& place = post_acc_grad_hooks(parameter);
-  if (const auto* there = dynamic_cast<const GradientHook*>(place.get()); there != nullptr && there->engine_ == &engine)
-    return;
+  auto* there = hook_of(parameter);
+  if (const auto* ours = dynamic_cast<const GradientHook*>(there); ours != nullptr && ours->engine_ == &engine) return;
   auto hook = std::make_unique<GradientHook>();
   hook->engine_ = &engine;
   hook->unit_ = unit;
   hook->index_ = index;
-  hook->own_ = std::move(place);
+  if (there != nullptr) hook->own_ = std::move(torch::autograd::impl::post_acc_grad_hooks(parameter));
   torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(hook));
 }
 
 void GradientHook::take_away(Engine& engine, const at::Tensor& parameter) {
-  auto& place = post_acc_grad_hooks(parameter);
-  auto* there = dynamic_cast<GradientHook*>(place.get());
-  if (there != nullptr && there->engine_ == &engine) place = std::move(there->own_);
+  auto* ours = dynamic_cast<GradientHook*>(hook_of(parameter));
+  if (ours != nullptr && ours->engine_ == &engine)
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(ours->own_));
 }
 
 void GradientHook::operator()(const at::Tensor& parameter) {

@@ -66,8 +66,10 @@ class Unit {
 
   const std::string& name() const { return name_; }
   const Layout& layout() const { return layout_; }
-  c10::ScalarType working_type() const { return working_type_; }
-  const std::vector<int64_t>& shape(ParameterIndex p) const { return layout_.shape(p); }  ///< of the whole parameter
+  c10::ScalarType working_type() const { return working_type_; }  ///< real
+  bool complex() const { return complex_; }            ///< its parameters are; here they are pairs of reals, in one more dim
+  c10::ScalarType module_type() const;                 ///< of the module's parameters
+  std::vector<int64_t> shape(ParameterIndex p) const;  ///< of the module's whole parameter
   std::vector<UnitParameter>& parameters() { return parameters_; }
   const std::vector<UnitParameter>& parameters() const { return parameters_; }
   bool trainable() const { return count_trainable() > 0; }  ///< has a parameter that requires a gradient now
@@ -192,6 +194,7 @@ class Unit {
   Communicator& communicator_;
   Observed observed_;
   Layout layout_;
+  bool complex_ = false;
   c10::ScalarType working_type_, master_type_, gradient_type_;
   int64_t master_size_, gradient_size_;  // bytes an element
   std::vector<UnitParameter> parameters_;
