@@ -22,8 +22,6 @@ bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; 
 
 Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings& settings, std::vector<UnitSpec> specs)
     : communicator_(std::move(communicator)),
-      placements_(settings.placements),
-      division_(settings.division),
       non_finite_(settings.non_finite),
       scale_(1.0 / settings.gradient_divisor),
       unwinding_(std::uncaught_exceptions()) {
@@ -31,8 +29,7 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings&
   for (auto& spec : specs) {
     settings.prepare(spec);
     const auto index = static_cast<uint32_t>(units_.size());
-    units_.push_back(
-        std::make_unique<Unit>(std::move(spec), index, placements_, division_, settings.precision, *communicator_, *this));
+    units_.push_back(std::make_unique<Unit>(std::move(spec), index, settings.precision, *communicator_, *this));
   }
   watch_gradients();
 }
@@ -85,9 +82,9 @@ void Engine::attach(GradientConsumer* consumer) {
   consumer_ = consumer;
 }
 
-bool Engine::updates_in_backward() const {
+bool Engine::updates_in_backward(const Unit& unit) const {
   // The first step is always done apart: it shows which units are used after their gradients are complete.
-  return gradients_sharded() && !division_.shares_sums() && consumer_ != nullptr && consumer_->fuses_reduction() &&
+  return unit.gradients_sharded() && !unit.shares_sums() && consumer_ != nullptr && consumer_->fuses_reduction() &&
          step_ > 1 && accumulating_ == 0;
 }
 
@@ -133,7 +130,7 @@ void Engine::touch_units(std::span<const Access> accesses) {
 
 void Engine::touch(Unit& unit, uint32_t index) {
   if (phase_ == Phase::backward && unit.complete) {
-    if (updates_in_backward())
+    if (updates_in_backward(unit))
       throw GuardError(text("unit '", unit.name(),
                             "' is used in backward after all its gradients had come and its parameters were updated (step ",
                             step_, "); construct the optimizer without fused_reduction for this model"));

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -32,8 +33,6 @@ struct Traffic {
 };
 
 struct EngineSettings {
-  Placements placements;
-  Division division;
   Precision precision;
   NonFinite non_finite;
   double gradient_divisor;                 ///< of the ranks' summed gradients
@@ -49,7 +48,6 @@ class Engine final : public AccessHandler {
   ~Engine() override;
 
   Communicator& communicator() { return *communicator_; }
-  const Placements& placements() const { return placements_; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   Phase phase() const { return phase_; }
   int64_t step() const { return step_; }        ///< the step that is being computed, from 1
@@ -119,12 +117,17 @@ class Engine final : public AccessHandler {
 
  private:
   Unit& unit_of(const Access& access) { return *units_[access.what->unit]; }
-  bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
   // Without an optimizer of our own nobody would tell when the last micro-batch was: each is reduced.
-  bool keeps_local_gradients() const { return accumulating_ > 0 && !gradients_sharded() && consumer_ != nullptr; }
+  bool keeps_local_gradients(const Unit& unit) const {
+    return accumulating_ > 0 && !unit.gradients_sharded() && consumer_ != nullptr;
+  }
   void refuse_gradients_in_module() const;
   void make_clippable();
-  bool updates_in_backward() const;
+  bool updates_in_backward(const Unit& unit) const;
+  template <class Predicate>
+  bool any_unit(const Predicate& predicate) const {
+    return std::any_of(units_.begin(), units_.end(), [&](const auto& unit) { return predicate(*unit); });
+  }
 
   void enter_forward();
   void enter_backward();
@@ -150,7 +153,7 @@ class Engine final : public AccessHandler {
   void sweep_gradients(Unit& unit);
   void start_another_round(uint32_t index, ParameterIndex p);
   void post(uint32_t index);
-  void post_rest();
+  void post_rest(bool keep_local);
   void serve_peers();
   void reduce(uint32_t index);
   void reduce_oldest();
@@ -160,15 +163,14 @@ class Engine final : public AccessHandler {
                        const std::function<std::string(size_t)>& name);
   void share_sums();
   void make_reduced();
-  void synchronise();
+  void hand_over(bool arrivals);
+  void synchronise(bool keep_local = false);
 
   bool agree_on_step();
   void begin_outside_step();
   void finish_step(bool applied);
 
   std::shared_ptr<Communicator> communicator_;
-  Placements placements_;
-  Division division_;
   NonFinite non_finite_;
   double scale_;  // of the ranks' summed gradients
   std::vector<std::unique_ptr<Unit>> units_;

@@ -51,15 +51,11 @@ void Engine::sit_out() {
   if (reduction_pending_) make_reduced();
   ++backwards_;
   weight_ = 1.0;
-  if (keeps_local_gradients()) {
-    local_pending_ = true;
-    return;
-  }
   for (const auto& unit : units_) {
     unit->complete = false;
     unit->expected = unit->count_trainable();
   }
-  synchronise();
+  hand_over(/*arrivals=*/true);
 }
 
 void Engine::refuse_if_sitting_out() const {

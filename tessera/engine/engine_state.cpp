@@ -91,7 +91,8 @@ void Engine::adopt() {
 }
 
 std::vector<at::Tensor> Engine::full_gradients() {
-  if (consumer_ != nullptr && consumer_->fuses_reduction() && gradients_sharded())
+  if (consumer_ != nullptr && consumer_->fuses_reduction() &&
+      any_unit([](const Unit& unit) { return unit.gradients_sharded(); }))
     throw ConfigError(
         "gradients are not kept when the optimizer takes them as they are reduced; construct it without fused_reduction");
   settle();

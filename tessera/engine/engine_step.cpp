@@ -89,7 +89,7 @@ bool Engine::run_step() {
   if (reduction_pending_) {
     const bool fused = consumer_->fuses_reduction();
     // A sharded optimizer writes parameters that peers read until they come here.
-    if (fused && placements_.optimizer == Placement::sharded)
+    if (fused && any_unit([](const Unit& unit) { return unit.placements().optimizer == Placement::sharded; }))
       communicator_->barrier(text("optimizer step ", step_, " begins"));
     reduce_replicated(fused ? consumer_ : nullptr);
   }
@@ -137,7 +137,7 @@ void Engine::begin_outside_step() {
 
 void Engine::finish_step(bool applied) {
   for (const auto& unit : units_) {
-    const bool published = unit->updated && gradients_sharded();
+    const bool published = unit->updated && unit->gradients_sharded();
     if (applied && !published && (unit->any_gradient() || unit->shard_written)) {
       if (unit->shard_written) unit->write_working_from_master();
       unit->publish_next_epoch();

@@ -15,6 +15,7 @@
 #include "tessera/base/text.h"
 #include "tessera/engine/arena_lease.h"
 #include "tessera/engine/deferred.h"
+#include "tessera/engine/shard_model.h"
 #include "tessera/storage/memory.h"
 
 namespace tessera {
@@ -97,14 +98,13 @@ bool is_ignored(const std::string& name, const std::vector<std::string>& pattern
   return found;
 }
 
-// Parameters by unit, in the order of the model; one unit a type and layout, since a unit is one buffer of one type. A tied
+// Parameters by unit, in the order of the model; one unit a type and rule, since a unit is one buffer of one type. A tied
 // parameter belongs to where it is met first.
-std::vector<UnitSpec> collect(const ModuleTree& model, const ShardOptions& options) {
+std::vector<UnitSpec> collect(const ModuleTree& model, const ShardOptions& options, const Rules& rules) {
   const auto names = unit_names(model, options);
   std::vector<int> ignored(options.ignored.size(), 0);
   std::vector<UnitSpec> units;
   std::map<std::tuple<std::string, c10::ScalarType, std::string>, size_t> index_of;
-  std::vector<int> counts(options.layouts.size(), 0);
   std::set<std::string> used;
   std::set<const at::TensorImpl*> seen;
   std::map<const void*, std::string> storages;
@@ -113,13 +113,14 @@ std::vector<UnitSpec> collect(const ModuleTree& model, const ShardOptions& optio
     if (is_ignored(name, options.ignored, ignored)) continue;
     check_parameter(name, tensor, storages);
     const std::string unit = unit_of(name, names);
-    const LayoutKind layout = layout_of(name, options.layouts, counts);
-    const auto [found, fresh] = index_of.emplace(std::tuple(unit, tensor.scalar_type(), name_of(layout)), units.size());
+    const Rule rule = rules.of(name, tensor);
+    const std::string kind = rules.name(rule);
+    const auto [found, fresh] = index_of.emplace(std::tuple(unit, tensor.scalar_type(), kind), units.size());
     if (fresh) {
       std::string unit_name = unit.empty() ? kRoot : unit;
       if (!used.insert(unit_name).second)
-        used.insert(unit_name += text(":", c10::toString(tensor.scalar_type()), ":", name_of(layout)));
-      units.push_back({unit_name, {}, layout});
+        used.insert(unit_name += text(":", c10::toString(tensor.scalar_type()), ":", kind));
+      units.push_back({unit_name, {}, rule});
     }
     units[found->second].parameters.push_back({name, tensor});
   }
@@ -128,7 +129,7 @@ std::vector<UnitSpec> collect(const ModuleTree& model, const ShardOptions& optio
                            model.script ? "; those of a frozen TorchScript module have become constants: shard the module "
                                           "as it was before it was frozen"
                                         : ""));
-  check_counts(options.layouts, counts);
+  rules.check_used();
   for (size_t i = 0; i < ignored.size(); ++i)
     if (ignored[i] == 0)
       throw ConfigError(text("the pattern '", options.ignored[i], "' of parameters to ignore matches none of this model"));
@@ -136,30 +137,30 @@ std::vector<UnitSpec> collect(const ModuleTree& model, const ShardOptions& optio
 }
 
 // What all ranks of this host will hold when the model is sharded, without optimizer state and transient gradients.
-Bytes state_of_host(const std::vector<UnitSpec>& units, const ShardOptions& options, const Division& division) {
+Bytes state_of_host(const std::vector<UnitSpec>& units, const ShardOptions& options) {
   int64_t bytes = 0;
-  for (const auto& unit : units)
+  for (const auto& unit : units) {
+    const Division& division = unit.rule.division;
     for (const auto& parameter : unit.parameters) {
       const auto type = parameter.tensor.scalar_type();
       const auto element =
           static_cast<int64_t>(c10::elementSize(trainable_type(type) ? options.precision.working.value_or(type) : type));
       const int64_t copies = division.copies();
-      const int64_t gradients = options.placements.gradient == Placement::sharded
+      const int64_t gradients = unit.rule.placements.gradient == Placement::sharded
                                     ? division.ranks() / division.optimizer_parts()
                                     : division.ranks();
       bytes += parameter.tensor.numel() * element * (copies + (parameter.tensor.requires_grad() ? gradients : 0));
     }
+  }
   return Bytes(bytes);
 }
 
-std::string words_for(const ShardOptions& options, const Mesh& mesh) {
+std::string words_for(const ShardOptions& options, const Mesh& mesh, const Rules& rules) {
   const auto type = [](const std::optional<c10::ScalarType>& t) { return t ? c10::toString(*t) : "as is"; };
-  std::string axes, layouts;
+  std::string axes;
   for (const auto& axis : mesh.axes()) axes += text(axes.empty() ? "" : " x ", axis.name, " ", axis.size);
-  for (const auto& choice : options.layouts) layouts += text(", layout of '", choice.pattern, "' ", name_of(choice.layout));
-  return text("placement ", name_of(options.placements), " on the mesh ", axes, layouts, ", working type ",
-              type(options.precision.working), ", gradient type ", type(options.precision.gradient), ", type of buffers ",
-              type(options.precision.buffers),
+  return text(rules.words, " on the mesh ", axes, ", working type ", type(options.precision.working), ", gradient type ",
+              type(options.precision.gradient), ", type of buffers ", type(options.precision.buffers),
               options.buffers == Buffers::average     ? ", buffers averaged"
               : options.buffers == Buffers::broadcast ? ", buffers broadcast"
                                                       : ", buffers local",
@@ -192,17 +193,32 @@ std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& named) {
   return tensors;
 }
 
-Sharded shard(const ModuleTree& model, const Mesh& mesh, const ShardOptions& options) {
+// What ShardOptions say.
+Rules rules_of(const ShardOptions& options, const Mesh& mesh) {
   check(options.placements);
+  const auto counts = std::make_shared<std::vector<int>>(options.layouts.size(), 0);
+  std::string words = text("placement ", name_of(options.placements));
+  for (const auto& choice : options.layouts) words += text(", layout of '", choice.pattern, "' ", name_of(choice.layout));
+  const Division division(options.placements, mesh);
+  return {.of =
+              [=](const std::string& name, const at::Tensor&) {
+                return Rule{options.placements, division, layout_of(name, options.layouts, *counts)};
+              },
+          .name = [](const Rule& rule) { return name_of(rule.layout); },
+          .check_used = [=] { check_counts(options.layouts, *counts); },
+          .words = words};
+}
+
+}  // namespace
+
+Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOptions& options, const Rules& rules) {
   if (const auto divisor = options.gradient_divisor; divisor && !(*divisor > 0 && std::isfinite(*divisor)))
     throw ConfigError(text("gradient_divisor must be a positive number, but is ", *divisor));
-  const Division division(options.placements, mesh);
-  auto units = collect(model, options);
+  auto units = collect(model, options, rules);
   const auto communicator = SharedMemory::connect(mesh.world());
-  agree(*communicator, units, words_for(options, mesh), options.initial);
-  require_memory(
-      state_of_host(units, options, division),
-      text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", name_of(options.placements)));
+  agree(*communicator, units, words_for(options, mesh, rules), options.initial);
+  require_memory(state_of_host(units, options),
+                 text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", rules.words));
   materialize(tensors_of(model.buffers));
   materialize(ignored_of(model, options));
   auto arena = ArenaLease::take(communicator);
@@ -212,7 +228,7 @@ Sharded shard(const ModuleTree& model, const Mesh& mesh, const ShardOptions& opt
   };
   auto engine =
       std::make_shared<Engine>(communicator,
-                               EngineSettings{options.placements, division, options.precision, options.non_finite,
+                               EngineSettings{options.precision, options.non_finite,
                                               options.gradient_divisor.value_or(communicator->size()), give_values},
                                std::move(units));
   auto buffers = buffers_of(model, options);
@@ -222,22 +238,24 @@ Sharded shard(const ModuleTree& model, const Mesh& mesh, const ShardOptions& opt
   return {std::move(engine), std::move(arena)};
 }
 
-}  // namespace
-
 Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   const Deferred::Pause pause;
   settle_deferred(module);
-  return shard(tree_of(module), mesh, options);
+  return shard_model(tree_of(module), mesh, options, rules_of(options, mesh));
 }
 
-Sharded fully_shard(torch::jit::Module& module, const Mesh& mesh, const ShardOptions& options) {
-  const Deferred::Pause pause;
-  const ModuleTree model = tree_of(module);
+ModuleTree script_tree_of(const torch::jit::Module& module) {
+  ModuleTree model = tree_of(module);
   if (torch::jit::canFuseOnCPU() && torch::jit::tensorExprFuserEnabled())
     throw ConfigError(text("the TorchScript model (", model.type,
                            ") would be compiled to kernels that read parameters' memory without the dispatcher, which could "
                            "not gather them; call torch::jit::overrideCanFuseOnCPU(false) before fully_shard"));
-  return shard(model, mesh, options);
+  return model;
+}
+
+Sharded fully_shard(torch::jit::Module& module, const Mesh& mesh, const ShardOptions& options) {
+  const Deferred::Pause pause;
+  return shard_model(script_tree_of(module), mesh, options, rules_of(options, mesh));
 }
 
 Sharded::Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena)
@@ -316,7 +334,9 @@ StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {
     bytes.communication_buffers += static_cast<double>(unit->staged_bytes().value);
   }
   const double lent = static_cast<double>(engine_->traffic().peak_lent.value);
-  (engine_->placements().gradient == Placement::replicated ? bytes.gradients : bytes.communication_buffers) += lent;
+  bool replicated = false;  // then gradients lie where autograd made them
+  for (const auto& unit : engine_->units()) replicated |= !unit->gradients_sharded();
+  (replicated ? bytes.gradients : bytes.communication_buffers) += lent;
   return bytes;
 }
 

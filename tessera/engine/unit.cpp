@@ -41,12 +41,11 @@ std::vector<at::Tensor> tensors_of(const UnitSpec& unit) {
   return tensors;
 }
 
-Unit::Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Division& division, const Precision& precision,
-           Communicator& communicator, AccessHandler& handler)
+Unit::Unit(UnitSpec spec, uint32_t index, const Precision& precision, Communicator& communicator, AccessHandler& handler)
     : name_(spec.name),
       index_(index),
-      placements_(placements),
-      division_(division),
+      placements_(spec.rule.placements),
+      division_(spec.rule.division),
       communicator_(communicator),
       observed_{&handler, Observed::Kind::unit, index} {
   const c10::ScalarType own = real_type(spec.parameters.front().tensor.scalar_type());
@@ -65,7 +64,8 @@ Unit::Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Di
                            "; leave precision.gradient unset, or shard the gradients (zero2, zero3)"));
   master_size_ = static_cast<int64_t>(c10::elementSize(master_type_));
   gradient_size_ = static_cast<int64_t>(c10::elementSize(gradient_type_));
-  layout_ = Layout(shapes_of(spec), spec.layout, communicator.size(), static_cast<int64_t>(c10::elementSize(working_type_)));
+  layout_ =
+      Layout(shapes_of(spec), spec.rule.layout, communicator.size(), static_cast<int64_t>(c10::elementSize(working_type_)));
   state_size_ = layout_.shard(division_.optimizer_part(communicator.rank()), division_.optimizer_parts()).value;
   parameters_.resize(spec.parameters.size());
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {

@@ -14,6 +14,7 @@
 #include "tessera/engine/precision.h"
 #include "tessera/layout/division.h"
 #include "tessera/layout/layout.h"
+#include "tessera/layout/partition_spec.h"
 #include "tessera/layout/placements.h"
 #include "tessera/storage/guarded_storage.h"
 #include "tessera/storage/private_buffer.h"
@@ -30,7 +31,7 @@ struct NamedParameter {
 struct UnitSpec {
   std::string name;
   std::vector<NamedParameter> parameters;
-  LayoutKind layout = {};
+  Rule rule;
 };
 
 std::vector<at::Tensor> tensors_of(const UnitSpec& unit);
@@ -59,13 +60,15 @@ struct UnitParameter {
 /// One unit's state on this rank and the ways to move it. Knows what to do, not when.
 class Unit {
  public:
-  Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Division& division, const Precision& precision,
-       Communicator& communicator, AccessHandler& handler);
+  Unit(UnitSpec spec, uint32_t index, const Precision& precision, Communicator& communicator, AccessHandler& handler);
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
   const std::string& name() const { return name_; }
   const Layout& layout() const { return layout_; }
+  const Placements& placements() const { return placements_; }
+  bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
+  bool shares_sums() const { return division_.shares_sums(); }    ///< several ranks update the same elements
   c10::ScalarType working_type() const { return working_type_; }  ///< real
   bool complex() const { return complex_; }            ///< its parameters are; here they are pairs of reals, in one more dim
   c10::ScalarType module_type() const;                 ///< of the module's parameters
@@ -185,7 +188,6 @@ class Unit {
   void show_gradient(ParameterIndex p);
   void show_gradient_anew(ParameterIndex p);
   at::Tensor reduced_shard(ParameterIndex p) const;
-  bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
 
   std::string name_;
   uint32_t index_;
