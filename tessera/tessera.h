@@ -2,6 +2,7 @@
 
 /// All of Tessera that a training program needs.
 #include "tessera/base/error.h"
+#include "tessera/engine/annotate.h"
 #include "tessera/engine/deferred.h"
 #include "tessera/engine/fully_shard.h"
 #include "tessera/engine/recompute.h"

@@ -132,5 +132,19 @@ TEST(Schedule, EveryKindAndPhaseHasAName) {
   EXPECT_STREQ(name_of(Phase::stepping), "step");
 }
 
+TEST(Schedule, AnAbandonedIterationIsNotCompared) {
+  Schedule schedule;
+  departures(schedule, {gather(1)});
+  schedule.abandon_iteration();
+  EXPECT_FALSE(schedule.complete());
+  departures(schedule, kIteration);
+  EXPECT_TRUE(schedule.end_iteration());
+  EXPECT_EQ(departures(schedule, {gather(0)}), Departures{});
+  schedule.abandon_iteration();
+  EXPECT_EQ(departures(schedule, kIteration), Departures{});
+  EXPECT_TRUE(schedule.end_iteration());
+  EXPECT_EQ(schedule.steps(), kIteration);
+}
+
 }  // namespace
 }  // namespace tessera

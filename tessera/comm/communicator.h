@@ -38,6 +38,9 @@ class Communicator {
   virtual int64_t offset_of(const void* mine) const = 0;
   virtual bool peers_can_read(const void* mine) const = 0;
 
+  /// Notes how far this rank has come, for the errors of peers that wait for it.
+  virtual void finished_step(int64_t step) noexcept = 0;
+
   /// Tells the peers why this rank stops, so that they stop too and say so.
   virtual void fail(const std::string& message) noexcept = 0;
 

@@ -31,6 +31,7 @@ namespace {
 struct alignas(128) RankControl {
   std::atomic<Presence> presence;
   std::atomic<uint32_t> waiting;  // in a wait for peers, with `operation` describing it
+  std::atomic<int64_t> finished;  // its last step, 0 before the first has ended
   std::atomic<uint32_t> looks;    // how often it has looked, in a wait, and found that it must wait on
   char operation[160];
   char message[512];  // why it failed or disagrees
@@ -281,10 +282,16 @@ bool Segment::wait_unless_peers_wait(const Operation& operation, const std::func
   return came || done();
 }
 
+std::string Segment::progress_of(Rank rank) const {
+  const int64_t finished = control_->ranks[rank.value].finished.load(std::memory_order_acquire);
+  return finished > 0 ? text(" after step ", finished) : " before the end of its first step";
+}
+
 std::string Segment::describe(Rank rank) const {
   const auto& peer = control_->ranks[rank.value];
   const int process = meeting_.process_ids[static_cast<size_t>(rank.value)];
   std::string words = text("rank ", rank.value, " (process ", process, ") is ", process_state(process));
+  words += progress_of(rank);
   if (peer.waiting.load(std::memory_order_acquire)) words += text(", itself waiting in ", peer.operation);
   return words;
 }
@@ -305,8 +312,10 @@ void Segment::check_peers(const Operation& operation, const std::function<bool(R
     if (presence == Presence::failed) throw PeerError(text("rank ", r, " failed while ", where, ": ", peer.message));
     if (presence == Presence::left)
       throw PeerError(
-          text("rank ", r, " has ended its part of the run while ", where, "; all ranks must run the same number of steps"));
-    throw PeerError(text("rank ", r, " (process ", meeting_.process_ids[static_cast<size_t>(r)], ") died while ", where));
+          text("rank ", r, " has ended its part of the run", progress_of(rank), " while ", where,
+               "; all ranks must run the same number of steps: give them as many batches, or see Sharded::join"));
+    throw PeerError(text("rank ", r, " (process ", meeting_.process_ids[static_cast<size_t>(r)], ") died", progress_of(rank),
+                         ", while ", where));
   }
 }
 
@@ -344,6 +353,10 @@ void Segment::disagree(const Operation& operation) {
   words += "; all ranks wait for each other: they must do the same things in the same order";
   end_as(Presence::disagrees, words);
   throw AgreementError(words);
+}
+
+void Segment::finished_step(int64_t step) noexcept {
+  control_->ranks[rank_.value].finished.store(step, std::memory_order_release);
 }
 
 void Segment::leave() noexcept {

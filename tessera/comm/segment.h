@@ -70,6 +70,8 @@ class Segment {
   bool wait_unless_peers_wait(const Operation& operation, const std::function<bool(Rank)>& arrived,
                               std::chrono::nanoseconds& waited);
 
+  /// The number of the last step that this rank has finished, for the errors of its peers.
+  void finished_step(int64_t step) noexcept;
   /// This rank ends on purpose, or because of an error that its peers should be told about. The first call counts.
   void leave() noexcept;
   void fail(const std::string& message) noexcept;
@@ -85,6 +87,7 @@ class Segment {
   [[noreturn]] void disagree(const Operation& operation);
   void end_as(Presence presence, const std::string& message) noexcept;
   std::string describe(Rank rank) const;
+  std::string progress_of(Rank rank) const;
   void announce(const Operation& operation, bool waiting);
 
   Rank rank_;

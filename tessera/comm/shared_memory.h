@@ -25,6 +25,7 @@ class SharedMemory final : public Communicator {
   void read_peer(Rank peer, int64_t offset, void* to, Bytes bytes) override;
   int64_t offset_of(const void* mine) const override { return segment_->offset_of(mine); }
   bool peers_can_read(const void* mine) const override { return segment_->contains(mine); }
+  void finished_step(int64_t step) noexcept override { segment_->finished_step(step); }
   void fail(const std::string& message) noexcept override { segment_->fail(message); }
 
   const std::shared_ptr<Segment>& segment() const { return segment_; }

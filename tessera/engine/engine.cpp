@@ -4,7 +4,6 @@
 #include <ATen/ops/any.h>
 #include <ATen/ops/isfinite.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -18,23 +17,12 @@
 namespace tessera {
 namespace {
 
-struct GradientHook final : torch::autograd::PostAccumulateGradHook {
-  GradientHook(Engine* engine, uint32_t unit, ParameterIndex parameter) : engine(engine), unit(unit), parameter(parameter) {}
-  void operator()(const torch::autograd::Variable&) override { engine->on_gradient(unit, parameter); }
-
-  Engine* engine;
-  uint32_t unit;
-  ParameterIndex parameter;
-};
-
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 }  // namespace
 
 Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings& settings, std::vector<UnitSpec> specs)
     : communicator_(std::move(communicator)),
-      placements_(settings.placements),
-      division_(settings.division),
       non_finite_(settings.non_finite),
       scale_(1.0 / settings.gradient_divisor),
       unwinding_(std::uncaught_exceptions()) {
@@ -42,19 +30,14 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings&
   for (auto& spec : specs) {
     settings.prepare(spec);
     const auto index = static_cast<uint32_t>(units_.size());
-    units_.push_back(
-        std::make_unique<Unit>(std::move(spec), index, placements_, division_, settings.precision, *communicator_, *this));
-    auto& parameters = units_.back()->parameters();
-    if (!trainable_type(units_.back()->working_type())) continue;
-    for (ParameterIndex p = 0; p < parameters.size(); ++p)
-      torch::autograd::impl::set_post_acc_grad_hooks(parameters[p].tensor, std::make_unique<GradientHook>(this, index, p));
+    units_.push_back(std::make_unique<Unit>(std::move(spec), index, settings.precision, *communicator_, *this));
   }
+  watch_gradients();
 }
 
 Engine::~Engine() {
   for (const auto& unit : units_)
-    for (const auto& parameter : unit->parameters())
-      torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor, nullptr);
+    for (const auto& parameter : unit->parameters()) GradientHook::take_away(*this, parameter.tensor);
   if (std::uncaught_exceptions() > unwinding_) communicator_->fail("an exception ended it");
   if (std::uncaught_exceptions() > unwinding_ || phase_ != Phase::stepping) return;
   for (const auto& unit : units_) {  // peers may still want to read what an outside optimizer wrote last
@@ -96,12 +79,13 @@ void Engine::attach(GradientConsumer* consumer) {
         "a step can't be skipped after the update, and with fused_reduction that is when a gradient that is not finite is "
         "found; "
         "use non_finite = stop, or construct the optimizer without fused_reduction");
+  refuse_hooks_with(consumer);
   consumer_ = consumer;
 }
 
-bool Engine::updates_in_backward() const {
+bool Engine::updates_in_backward(const Unit& unit) const {
   // The first step is always done apart: it shows which units are used after their gradients are complete.
-  return gradients_sharded() && !division_.shares_sums() && consumer_ != nullptr && consumer_->fuses_reduction() &&
+  return unit.gradients_sharded() && !unit.shares_sums() && consumer_ != nullptr && consumer_->fuses_reduction() &&
          step_ > 1 && accumulating_ == 0;
 }
 
@@ -151,7 +135,7 @@ bool Engine::stays(const Unit& unit) const {
 
 void Engine::touch(Unit& unit, uint32_t index) {
   if (phase_ == Phase::backward && unit.complete) {
-    if (updates_in_backward())
+    if (updates_in_backward(unit))
       throw GuardError(text("unit '", unit.name(),
                             "' is used in backward after all its gradients had come and its parameters were updated (step ",
                             step_, "); construct the optimizer without fused_reduction for this model"));
@@ -226,9 +210,11 @@ void Engine::enter_forward() {
 }
 
 void Engine::begin_training_pass() {
+  refuse_if_sitting_out();
   refuse_unconsumed();
   refuse_replaced();
-  release_all();  // what an evaluation left resident is not part of the iteration
+  watch_gradients();  // a user's hook may have taken the place of the engine's
+  release_all();      // what an evaluation left resident is not part of the iteration
   training_pass_ = true;
 }
 
@@ -276,6 +262,8 @@ void Engine::end_outermost_backward() {
 void Engine::enter_backward() {
   settle();
   refuse_in_scope("backward");
+  refuse_if_sitting_out();
+  refuse_more_gradients();
   // A further backward adds to the gradients of the one before, unless those were used while they came.
   if (consumer_ != nullptr && consumer_->fuses_reduction()) refuse_unconsumed();
   if (reduction_pending_) make_reduced();

@@ -1,11 +1,15 @@
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "tessera/engine/gradient_hook.h"
+#include "tessera/engine/join.h"
 #include "tessera/engine/module_buffers.h"
 #include "tessera/engine/schedule.h"
 #include "tessera/engine/unit.h"
@@ -29,8 +33,6 @@ struct Traffic {
 };
 
 struct EngineSettings {
-  Placements placements;
-  Division division;
   Precision precision;
   NonFinite non_finite;
   double gradient_divisor;                 ///< of the ranks' summed gradients
@@ -46,7 +48,6 @@ class Engine final : public AccessHandler {
   ~Engine() override;
 
   Communicator& communicator() { return *communicator_; }
-  const Placements& placements() const { return placements_; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   Phase phase() const { return phase_; }
   int64_t step() const { return step_; }        ///< the step that is being computed, from 1
@@ -64,6 +65,9 @@ class Engine final : public AccessHandler {
   /// The next backward's gradients of this rank count as those of `count` samples (or tokens) of `total`; see
   /// Sharded::weight_by. Collective if `total` is 0.
   double weight_by(double count, double total);
+
+  /// Before each backward of ranks with different numbers of batches; see Sharded::join. Collective.
+  bool join(double samples, DivideBy divide_by);
 
   /// Backwards until `end_accumulating` are not the last of their step.
   void begin_accumulating() { ++accumulating_; }
@@ -118,15 +122,23 @@ class Engine final : public AccessHandler {
 
   void on_gradient(uint32_t unit, ParameterIndex parameter);
 
+  /// See Sharded::on_reduced_gradient.
+  void on_reduced_gradient(const std::string& pattern, ReducedGradientHook hook);
+
  private:
   Unit& unit_of(const Access& access) { return *units_[access.what->unit]; }
-  bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
   // Without an optimizer of our own nobody would tell when the last micro-batch was: each is reduced.
-  bool keeps_local_gradients() const { return accumulating_ > 0 && !gradients_sharded() && consumer_ != nullptr; }
+  bool keeps_local_gradients(const Unit& unit) const {
+    return accumulating_ > 0 && !unit.gradients_sharded() && consumer_ != nullptr;
+  }
   void refuse_gradients_in_module() const;
   void refuse_step_while_accumulating() const;
   void make_clippable();
-  bool updates_in_backward() const;
+  bool updates_in_backward(const Unit& unit) const;
+  template <class Predicate>
+  bool any_unit(const Predicate& predicate) const {
+    return std::any_of(units_.begin(), units_.end(), [&](const auto& unit) { return predicate(*unit); });
+  }
 
   void enter_forward();
   void enter_backward();
@@ -144,10 +156,19 @@ class Engine final : public AccessHandler {
   void begin_training_pass();
   void note(StepKind kind, uint32_t unit);
 
+  void watch_gradients();
+  void refuse_hooks_with(const GradientConsumer* consumer) const;
+  void call_gradient_hooks();
+  void refuse_more_gradients();
+
+  void sit_out();
+  void refuse_if_sitting_out() const;
+  void weigh(double weight);
+
   void sweep_gradients(Unit& unit);
   void start_another_round(uint32_t index, ParameterIndex p);
   void post(uint32_t index);
-  void post_rest();
+  void post_rest(bool keep_local);
   void serve_peers();
   void reduce(uint32_t index);
   void reduce_oldest();
@@ -157,20 +178,26 @@ class Engine final : public AccessHandler {
                        const std::function<std::string(size_t)>& name);
   void share_sums();
   void make_reduced();
-  void synchronise();
+  void hand_over(bool arrivals);
+  void synchronise(bool keep_local = false);
 
   bool agree_on_step();
   void begin_outside_step();
   void finish_step(bool applied);
 
   std::shared_ptr<Communicator> communicator_;
-  Placements placements_;
-  Division division_;
   NonFinite non_finite_;
   double scale_;  // of the ranks' summed gradients
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<ModuleBuffers> buffers_;
   GradientConsumer* consumer_ = nullptr;
+
+  struct HookedParameters {
+    std::vector<std::pair<uint32_t, ParameterIndex>> parameters;
+    ReducedGradientHook hook;
+  };
+  std::vector<HookedParameters> hooks_;
+  bool hooks_called_ = false;  // in this step
 
   Phase phase_ = Phase::idle;
   Schedule schedule_;
@@ -192,7 +219,10 @@ class Engine final : public AccessHandler {
   bool unconsumed_ = false;         // gradients wait for a step
   bool departed_ = false;           // said once that an iteration departed from the schedule
   double clip_ = 1.0;
-  double weight_ = 1.0;  // of this rank's gradients in the coming backward
+  double weight_ = 1.0;          // of this rank's gradients in the coming backward
+  bool sits_out_ = false;        // this rank has no batch, and has done its part of this backward
+  bool sat_out_ = false;         // the same of some backward of this step
+  std::vector<bool> took_part_;  // ranks that had a batch in this step; empty: all
   bool watching_ = false;
   std::string first_non_finite_;
   Traffic traffic_;

@@ -22,14 +22,14 @@ void Engine::on_gradient(uint32_t index, ParameterIndex p) {
   arrivals_ = true;
   Unit& unit = *units_[index];
   if (unit.replaced(p)) refuse_replaced();
-  if (keeps_local_gradients()) {  // autograd goes on adding to it, unless each part has a weight of its own
+  if (keeps_local_gradients(unit)) {  // autograd goes on adding to it, unless each part has a weight of its own
     if (weight_ != 1) unit.take_gradient(p, weight_);
     return;
   }
   if (unit.complete) start_another_round(index, p);
   unit.take_gradient(p, weight_);
   // What is used again later is handed over at the end of backward, so that there is one round of it a backward.
-  if (unit.arrivals == unit.expected && !unit.touched_after_complete && gradients_sharded()) post(index);
+  if (unit.arrivals == unit.expected && !unit.touched_after_complete && unit.gradients_sharded()) post(index);
   serve_peers();
 }
 
@@ -37,7 +37,7 @@ void Engine::on_gradient(uint32_t index, ParameterIndex p) {
 // nothing told before.
 void Engine::start_another_round(uint32_t index, ParameterIndex p) {
   Unit& unit = *units_[index];
-  if (updates_in_backward())
+  if (updates_in_backward(unit))
     throw GuardError(text("a second gradient of parameter '", unit.parameters()[p].name,
                           "' came in one backward, after the first had updated it (step ", step_,
                           "), which no step before showed; construct the optimizer without fused_reduction for this model"));
@@ -49,7 +49,7 @@ void Engine::start_another_round(uint32_t index, ParameterIndex p) {
 void Engine::post(uint32_t index) {
   Unit& unit = *units_[index];
   if (unit.residency() == Residency::resident) release(index);
-  if (updates_in_backward()) unit.expect_next_epoch();
+  if (updates_in_backward(unit)) unit.expect_next_epoch();
   lent_ -= unit.lent;  // its round before, if that was not taken back
   unit.post();
   note(StepKind::reduce, index);
@@ -63,10 +63,10 @@ void Engine::sweep_gradients(Unit& unit) {
     if (unit.parameters()[p].tensor.grad().defined()) unit.take_gradient(p, 1.0);
 }
 
-void Engine::post_rest() {
+void Engine::post_rest(bool keep_local) {
   for (uint32_t index = 0; index < units_.size(); ++index) {
     Unit& unit = *units_[index];
-    if (unit.complete || !unit.trainable()) continue;
+    if (unit.complete || !unit.trainable() || (keep_local && keeps_local_gradients(unit))) continue;
     sweep_gradients(unit);
     post(index);
   }
@@ -101,7 +101,7 @@ void Engine::take_back_lent() {
 
 void Engine::reduce(uint32_t index) {
   Unit& unit = *units_[index];
-  auto* consumer = updates_in_backward() ? consumer_ : nullptr;
+  auto* consumer = updates_in_backward(unit) ? consumer_ : nullptr;
   traffic_.reduce_wait += unit.wait_posted(step_);
   const auto start = Clock::now();
   unit.reduce(scale_, consumer, step_);
@@ -122,29 +122,37 @@ void Engine::end_backward() {
   if (nested_ended_) return;
   weight_ = 1.0;
   if (arrivals_) ++backwards_;
-  if (keeps_local_gradients()) {
-    local_pending_ = true;
-    phase_ = Phase::idle;
-  } else if (arrivals_) {
-    synchronise();
-  } else {
-    phase_ = Phase::idle;
-  }
+  hand_over(arrivals_);
 }
 
-void Engine::synchronise() {
+// The end of a backward: what is not kept for a later one is reduced, if there is anything.
+void Engine::hand_over(bool arrivals) {
+  const auto kept = [this](const Unit& unit) { return keeps_local_gradients(unit); };
+  const bool keep_local = any_unit(kept);
+  if (arrivals && any_unit([&](const Unit& unit) { return !kept(unit); })) synchronise(keep_local);
+  if (keep_local) local_pending_ = true;
+  phase_ = Phase::idle;
+}
+
+void Engine::synchronise(bool keep_local) {
   phase_ = Phase::backward;
-  post_rest();
-  if (gradients_sharded()) {
-    while (!to_reduce_.empty()) reduce_oldest();
-    take_back_lent();
-    sums_pending_ = division_.shares_sums();
-    if (accumulating_ == 0 || consumer_ == nullptr) share_sums();
-  } else if (consumer_ != nullptr) {
-    reduction_pending_ = true;
-  } else {
-    reduce_replicated(nullptr);
+  post_rest(keep_local);
+  std::deque<uint32_t> replicated;
+  for (; !to_reduce_.empty(); to_reduce_.pop_front()) {
+    const uint32_t index = to_reduce_.front();
+    if (units_[index]->gradients_sharded())
+      reduce(index);
+    else
+      replicated.push_back(index);
   }
+  to_reduce_ = std::move(replicated);
+  take_back_lent();
+  sums_pending_ = any_unit([](const Unit& unit) { return unit.gradients_sharded() && unit.shares_sums(); });
+  if (accumulating_ == 0 || consumer_ == nullptr) share_sums();
+  if (consumer_ != nullptr)
+    reduction_pending_ = !to_reduce_.empty();
+  else
+    reduce_replicated(nullptr);
   for (const auto& unit : units_) unit->complete = false;
   local_pending_ = false;
   unconsumed_ = accumulating_ == 0;
@@ -181,9 +189,13 @@ void Engine::reduce_replicated(GradientConsumer* consumer) {
 void Engine::share_sums() {
   if (!std::exchange(sums_pending_, false)) return;
   const auto start = Clock::now();
-  for (const auto& unit : units_) unit->offer_sums();
+  const auto each = [this](auto action) {
+    for (const auto& unit : units_)
+      if (unit->gradients_sharded() && unit->shares_sums()) action(*unit);
+  };
+  each([](Unit& unit) { unit.offer_sums(); });
   communicator_->barrier(text("gradients of step ", step_, " are summed"));
-  for (const auto& unit : units_) unit->take_sums();
+  each([](Unit& unit) { unit.take_sums(); });
   communicator_->barrier(text("gradients of step ", step_, " are exchanged"));
   traffic_.reduce_wait += Clock::now() - start;
 }

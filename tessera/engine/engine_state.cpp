@@ -79,9 +79,9 @@ void Engine::adopt() {
       if (!unit.replaced(p)) continue;
       const auto& parameter = unit.parameters()[p];
       const at::Tensor values = parameter.tensor.detach();
-      if (values.sizes() != unit.shape(p) || values.scalar_type() != unit.working_type())
+      if (values.sizes() != unit.shape(p) || values.scalar_type() != unit.module_type())
         throw ConfigError(text("parameter '", parameter.name, "' was replaced by ", c10::toString(values.scalar_type()), " ",
-                               c10::str(values.sizes()), ", but is ", c10::toString(unit.working_type()), " ",
+                               c10::str(values.sizes()), ", but is ", c10::toString(unit.module_type()), " ",
                                c10::str(c10::IntArrayRef(unit.shape(p))),
                                "; shard the model anew for other shapes or types (precision.working chooses the type)"));
       all.push_back({u, p, values.alias()});
@@ -92,11 +92,13 @@ void Engine::adopt() {
 }
 
 std::vector<at::Tensor> Engine::full_gradients() {
-  if (consumer_ != nullptr && consumer_->fuses_reduction() && gradients_sharded())
+  if (consumer_ != nullptr && consumer_->fuses_reduction() &&
+      any_unit([](const Unit& unit) { return unit.gradients_sharded(); }))
     throw ConfigError(
         "gradients are not kept when the optimizer takes them as they are reduced; construct it without fused_reduction");
   settle();
   make_reduced();
+  call_gradient_hooks();
   std::vector<int64_t> offsets;
   for (const auto& unit : units_)
     for (ParameterIndex p = 0; p < unit->parameters().size(); ++p) offsets.push_back(unit->reduced_offset(p));

@@ -98,13 +98,14 @@ bool Engine::run_step() {
   if (reduction_pending_) {
     const bool fused = consumer_->fuses_reduction();
     // A sharded optimizer writes parameters that peers read until they come here.
-    if (fused && placements_.optimizer == Placement::sharded)
+    if (fused && any_unit([](const Unit& unit) { return unit.placements().optimizer == Placement::sharded; }))
       communicator_->barrier(text("optimizer step ", step_, " begins"));
     reduce_replicated(fused ? consumer_ : nullptr);
   }
   refuse_gradients_in_module();
+  call_gradient_hooks();
   const bool applied = agree_on_step();
-  if (buffers_) buffers_->synchronise(*communicator_);
+  if (buffers_) buffers_->synchronise(*communicator_, took_part_);
   phase_ = Phase::stepping;
   const auto start = std::chrono::steady_clock::now();
   for (const auto& unit : units_)
@@ -136,24 +137,27 @@ void Engine::begin_outside_step() {
   share_sums();
   refuse_replaced();
   refuse_gradients_in_module();
+  call_gradient_hooks();
   if (!agree_on_step())
     throw GuardError(text("step ", step_,
                           " must be skipped because of a gradient that is not finite, but a torch::optim optimizer can't be "
                           "told; use tessera::AdamW with non_finite = skip"));
-  if (buffers_) buffers_->synchronise(*communicator_);
+  if (buffers_) buffers_->synchronise(*communicator_, took_part_);
   phase_ = Phase::stepping;
 }
 
 void Engine::finish_step(bool applied) {
   for (const auto& unit : units_) {
-    const bool published = unit->updated && gradients_sharded();
+    const bool published = unit->updated && unit->gradients_sharded();
     if (applied && !published && (unit->any_gradient() || unit->shard_written)) {
       if (unit->shard_written) unit->write_working_from_master();
       unit->publish_next_epoch();
     }
     unit->forget_gradients();
   }
-  if (!schedule_.end_iteration() && !departed_) {
+  if (std::exchange(sat_out_, false)) {
+    schedule_.abandon_iteration();
+  } else if (!schedule_.end_iteration() && !departed_) {
     departed_ = true;
     std::fprintf(stderr,
                  "tessera: rank %d: step %lld did less than the recorded schedule; it is recorded anew (said once)\n",
@@ -161,7 +165,11 @@ void Engine::finish_step(bool applied) {
   }
   take_back_lent();
   if (const auto arena = CachingAllocator::instance().arena()) arena->age();
+  communicator_->finished_step(step_);
   ++step_;
+  took_part_.clear();
+  hooks_called_ = false;
+  sits_out_ = false;
   rounds_ = 0;
   backwards_ = 0;
   clip_ = 1.0;
@@ -188,6 +196,7 @@ void Engine::zero_grad() {
   sums_pending_ = false;
   local_pending_ = false;
   unconsumed_ = false;
+  hooks_called_ = false;
   rounds_ = 0;
   backwards_ = 0;
   for (const auto& unit : units_) {
@@ -209,9 +218,14 @@ double Engine::weight_by(double count, double total) {
   if (total == 0)
     for (const auto& theirs : communicator_->all_gather("counts of samples", packed(count)))
       total += unpacked<double>(theirs);
-  for (const auto& unit : units_) sweep_gradients(*unit);  // of earlier micro-batches, which this weight is not for
   if (total == 0) throw ConfigError("weight_by: no rank has any sample, so there is nothing to weight by");
-  return weight_ = count * communicator_->size() / total;
+  weigh(count * communicator_->size() / total);
+  return weight_;
+}
+
+void Engine::weigh(double weight) {
+  for (const auto& unit : units_) sweep_gradients(*unit);  // of earlier micro-batches, which this weight is not for
+  weight_ = weight;
 }
 
 void Engine::make_clippable() {
@@ -222,6 +236,7 @@ void Engine::make_clippable() {
         "without fused_reduction");
   settle();
   make_reduced();
+  call_gradient_hooks();
 }
 
 void Engine::clip_gradient_values(double limit) {

@@ -1,6 +1,8 @@
 #include "tessera/engine/fully_shard.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/jit/codegen/fuser/interface.h>
+#include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 
 #include <algorithm>
 #include <cmath>
@@ -14,6 +16,7 @@
 #include "tessera/base/text.h"
 #include "tessera/engine/arena_lease.h"
 #include "tessera/engine/deferred.h"
+#include "tessera/engine/shard_model.h"
 #include "tessera/storage/memory.h"
 
 namespace tessera {
@@ -23,22 +26,22 @@ constexpr const char* kRoot = "(root)";
 
 // The dotted names of modules that are units, the root's being "", with the name of the unit that each belongs to: its own,
 // or the first of those that it is joined with.
-std::map<std::string, std::string> unit_names(const torch::nn::Module& module, const ShardOptions& options) {
+std::map<std::string, std::string> unit_names(const ModuleTree& model, const ShardOptions& options) {
   std::map<std::string, std::string> names{{"", ""}};
   std::vector<std::string> first(options.joined.size());
   if (options.units)
-    for (const auto& item : module.named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
-      if (!options.units(item.key(), *item.value())) continue;
-      auto& unit = names[item.key()] = item.key();
+    for (const auto& submodule : model.submodules) {
+      if (!options.units(submodule)) continue;
+      auto& unit = names[submodule.name] = submodule.name;
       for (size_t i = 0; i < first.size(); ++i) {
-        if (!matches(options.joined[i], item.key())) continue;
-        if (first[i].empty()) first[i] = item.key();
+        if (!matches(options.joined[i], submodule.name)) continue;
+        if (first[i].empty()) first[i] = submodule.name;
         unit = first[i];
         break;
       }
     }
   if (options.units && names.size() == 1)
-    throw ConfigError(text("the unit policy matches no module of this model (", module.name(),
+    throw ConfigError(text("the unit policy matches no module of this model (", model.type,
                            "); leave units unset to gather the whole model at once"));
   for (size_t i = 0; i < first.size(); ++i)
     if (first[i].empty())
@@ -59,9 +62,9 @@ void check_parameter(const std::string& name, const at::Tensor& tensor, std::map
   if (!tensor.device().is_cpu())
     throw ConfigError(text("parameter '", name, "' is on ", tensor.device().str(),
                            ", but ranks that share memory compute on the CPU; move the model to the CPU"));
-  if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_complex())
-    throw ConfigError(text("parameter '", name, "' is ", tensor.is_complex() ? "complex" : "not dense",
-                           "; only dense, real parameters can be sharded"));
+  if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.scalar_type() == at::kComplexHalf)
+    throw ConfigError(text("parameter '", name, "' is ", tensor.is_complex() ? "of type ComplexHalf" : "not dense",
+                           "; only dense parameters of real types, ComplexFloat and ComplexDouble can be sharded"));
   const auto [found, fresh] = storages.emplace(tensor.storage().unsafeGetStorageImpl(), name);
   if (!fresh && tensor.numel() > 0)
     throw ConfigError(
@@ -107,35 +110,38 @@ void keep_after_forward(std::vector<UnitSpec>& units, const ShardOptions& option
   }
 }
 
-// Parameters by unit, in the order of the model; one unit a type and layout, since a unit is one buffer of one type. A tied
+// Parameters by unit, in the order of the model; one unit a type and rule, since a unit is one buffer of one type. A tied
 // parameter belongs to where it is met first.
-std::vector<UnitSpec> collect(const torch::nn::Module& module, const ShardOptions& options) {
-  const auto names = unit_names(module, options);
+std::vector<UnitSpec> collect(const ModuleTree& model, const ShardOptions& options, const Rules& rules) {
+  const auto names = unit_names(model, options);
   std::vector<int> ignored(options.ignored.size(), 0);
   std::vector<UnitSpec> units;
   std::map<std::tuple<std::string, c10::ScalarType, std::string>, size_t> index_of;
-  std::vector<int> counts(options.layouts.size(), 0);
   std::set<std::string> used;
   std::set<const at::TensorImpl*> seen;
   std::map<const void*, std::string> storages;
-  for (const auto& item : module.named_parameters()) {
-    const at::Tensor& tensor = item.value();
+  for (const auto& [name, tensor] : model.parameters) {
     if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
-    if (is_ignored(item.key(), options.ignored, ignored)) continue;
-    check_parameter(item.key(), tensor, storages);
-    const std::string unit = unit_of(item.key(), names);
-    const LayoutKind layout = layout_of(item.key(), options.layouts, counts);
-    const auto [found, fresh] = index_of.emplace(std::tuple(unit, tensor.scalar_type(), name_of(layout)), units.size());
+    if (is_ignored(name, options.ignored, ignored)) continue;
+    check_parameter(name, tensor, storages);
+    const std::string unit = unit_of(name, names);
+    const Rule rule = rules.of(name, tensor);
+    const std::string kind = rules.name(rule);
+    const auto [found, fresh] = index_of.emplace(std::tuple(unit, tensor.scalar_type(), kind), units.size());
     if (fresh) {
-      std::string name = unit.empty() ? kRoot : unit;
-      if (!used.insert(name).second)
-        used.insert(name += text(":", c10::toString(tensor.scalar_type()), ":", name_of(layout)));
-      units.push_back({name, {}, layout});
+      std::string unit_name = unit.empty() ? kRoot : unit;
+      if (!used.insert(unit_name).second)
+        used.insert(unit_name += text(":", c10::toString(tensor.scalar_type()), ":", kind));
+      units.push_back({unit_name, {}, rule});
     }
-    units[found->second].parameters.push_back({item.key(), tensor});
+    units[found->second].parameters.push_back({name, tensor});
   }
-  if (units.empty()) throw ConfigError(text("the model (", module.name(), ") has no parameters to shard"));
-  check_counts(options.layouts, counts);
+  if (units.empty())
+    throw ConfigError(text("the model (", model.type, ") has no parameters to shard",
+                           model.script ? "; those of a frozen TorchScript module have become constants: shard the module "
+                                          "as it was before it was frozen"
+                                        : ""));
+  rules.check_used();
   keep_after_forward(units, options);
   for (size_t i = 0; i < ignored.size(); ++i)
     if (ignored[i] == 0)
@@ -160,19 +166,21 @@ void say_that_others_stay_behind(const std::vector<UnitSpec>& units) {
 }
 
 // What all ranks of this host will hold when the model is sharded, without optimizer state and transient gradients.
-Bytes state_of_host(const std::vector<UnitSpec>& units, const ShardOptions& options, const Division& division) {
+Bytes state_of_host(const std::vector<UnitSpec>& units, const ShardOptions& options) {
   int64_t bytes = 0;
-  for (const auto& unit : units)
+  for (const auto& unit : units) {
+    const Division& division = unit.rule.division;
     for (const auto& parameter : unit.parameters) {
       const auto type = parameter.tensor.scalar_type();
       const auto element =
           static_cast<int64_t>(c10::elementSize(trainable_type(type) ? options.precision.working.value_or(type) : type));
       const int64_t copies = division.copies();
-      const int64_t gradients = options.placements.gradient == Placement::sharded
+      const int64_t gradients = unit.rule.placements.gradient == Placement::sharded
                                     ? division.ranks() / division.optimizer_parts()
                                     : division.ranks();
       bytes += parameter.tensor.numel() * element * (copies + (parameter.tensor.requires_grad() ? gradients : 0));
     }
+  }
   return Bytes(bytes);
 }
 
@@ -182,14 +190,13 @@ std::string words_for(const Mesh& mesh) {
   return axes;
 }
 
-std::string words_for(const ShardOptions& options, const Mesh& mesh, const std::vector<UnitSpec>& units) {
+std::string words_for(const ShardOptions& options, const Mesh& mesh, const Rules& rules,
+                      const std::vector<UnitSpec>& units) {
   const auto type = [](const std::optional<c10::ScalarType>& t) { return t ? c10::toString(*t) : "as is"; };
-  std::string layouts, kept;
+  std::string kept;
   for (const auto& unit : units) kept += unit.kept_after_forward ? " " + unit.name : "";
-  for (const auto& choice : options.layouts) layouts += text(", layout of '", choice.pattern, "' ", name_of(choice.layout));
-  return text("placement ", name_of(options.placements), " on the mesh ", words_for(mesh), layouts, ", working type ",
-              type(options.precision.working), ", gradient type ", type(options.precision.gradient), ", type of buffers ",
-              type(options.precision.buffers),
+  return text(rules.words, " on the mesh ", words_for(mesh), ", working type ", type(options.precision.working),
+              ", gradient type ", type(options.precision.gradient), ", type of buffers ", type(options.precision.buffers),
               options.buffers == Buffers::average     ? ", buffers averaged"
               : options.buffers == Buffers::broadcast ? ", buffers broadcast"
                                                       : ", buffers local",
@@ -199,28 +206,29 @@ std::string words_for(const ShardOptions& options, const Mesh& mesh, const std::
               kept.empty() ? "" : ", kept after forward:", kept);
 }
 
-std::vector<at::Tensor> ignored_of(const torch::nn::Module& module, const ShardOptions& options) {
+std::vector<at::Tensor> ignored_of(const ModuleTree& model, const ShardOptions& options) {
   std::vector<at::Tensor> all;
   std::vector<int> counts(options.ignored.size());
-  for (const auto& item : module.named_parameters())
-    if (is_ignored(item.key(), options.ignored, counts)) all.push_back(item.value());
+  for (const auto& [name, tensor] : model.parameters)
+    if (is_ignored(name, options.ignored, counts)) all.push_back(tensor);
   return all;
 }
 
-std::unique_ptr<ModuleBuffers> buffers_of(const torch::nn::Module& module, const ShardOptions& options) {
+std::unique_ptr<ModuleBuffers> buffers_of(const ModuleTree& model, const ShardOptions& options) {
   std::vector<std::pair<std::string, at::Tensor>> buffers;
-  for (const auto& item : module.named_buffers()) {
-    at::Tensor buffer = item.value();
+  for (auto [name, buffer] : model.buffers) {
     if (const auto type = options.precision.buffers; type && buffer.defined() && buffer.is_floating_point())
       buffer.set_data(buffer.to(*type));
-    buffers.emplace_back(item.key(), buffer);
+    buffers.emplace_back(name, buffer);
   }
   return std::make_unique<ModuleBuffers>(std::move(buffers), options.buffers);
 }
 
-}  // namespace
-
-namespace {
+std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& named) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& each : named) tensors.push_back(each.tensor);
+  return tensors;
+}
 
 // A secondary partition is full sharding with a copy of the parameters in each group, and everything else divided over all.
 Placements placements_of(const ShardOptions& options, const Mesh& mesh) {
@@ -241,44 +249,36 @@ Placements placements_of(const ShardOptions& options, const Mesh& mesh) {
   return hybrid(axis, others[0], /*optimizer_over_both=*/true);
 }
 
+// What ShardOptions say.
+Rules rules_of(const ShardOptions& options, const Mesh& mesh) {
+  const Placements placements = placements_of(options, mesh);
+  check(placements);
+  const auto counts = std::make_shared<std::vector<int>>(options.layouts.size(), 0);
+  std::string words = text("placement ", name_of(placements));
+  for (const auto& choice : options.layouts) words += text(", layout of '", choice.pattern, "' ", name_of(choice.layout));
+  const Division division(placements, mesh);
+  return {.of =
+              [=](const std::string& name, const at::Tensor&) {
+                return Rule{placements, division, layout_of(name, options.layouts, *counts)};
+              },
+          .name = [](const Rule& rule) { return name_of(rule.layout); },
+          .check_used = [=] { check_counts(options.layouts, *counts); },
+          .words = words};
+}
+
 }  // namespace
 
-UnitPolicy units_named(std::vector<std::string> patterns) {
-  return [patterns = std::move(patterns)](const std::string& name, const torch::nn::Module&) {
-    return std::any_of(patterns.begin(), patterns.end(), [&](const auto& pattern) { return matches(pattern, name); });
-  };
-}
-
-UnitPolicy units_of_size(int64_t elements) {
-  const auto large = [elements](const torch::nn::Module& module) {
-    int64_t count = 0;
-    for (const auto& parameter : module.parameters()) count += parameter.numel();
-    return count >= elements;
-  };
-  return [large](const std::string&, const torch::nn::Module& module) {
-    const auto children = module.children();
-    return large(module) && std::none_of(children.begin(), children.end(), [&](const auto& child) { return large(*child); });
-  };
-}
-
-Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& wanted) {
-  ShardOptions options = wanted;
-  options.placements = placements_of(wanted, mesh);
-  check(options.placements);
+Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOptions& options, const Rules& rules) {
   if (const auto divisor = options.gradient_divisor; divisor && !(*divisor > 0 && std::isfinite(*divisor)))
     throw ConfigError(text("gradient_divisor must be a positive number, but is ", *divisor));
-  const Division division(options.placements, mesh);
-  const Deferred::Pause pause;
-  settle_deferred(module);
-  auto units = collect(module, options);
+  auto units = collect(model, options, rules);
   const auto communicator = SharedMemory::connect(mesh.world());
-  agree(*communicator, units, words_for(options, mesh, units), options.initial);
+  agree(*communicator, units, words_for(options, mesh, rules, units), options.initial);
   if (communicator->rank().value == 0) say_that_others_stay_behind(units);
-  require_memory(
-      state_of_host(units, options, division),
-      text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", name_of(options.placements)));
-  materialize(module.buffers());
-  materialize(ignored_of(module, options));
+  require_memory(state_of_host(units, options),
+                 text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", rules.words));
+  materialize(tensors_of(model.buffers));
+  materialize(ignored_of(model, options));
   auto arena = ArenaLease::take(communicator);
   const auto give_values = [&](UnitSpec& unit) {
     materialize(tensors_of(unit));
@@ -286,98 +286,34 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
   };
   auto engine =
       std::make_shared<Engine>(communicator,
-                               EngineSettings{options.placements, division, options.precision, options.non_finite,
+                               EngineSettings{options.precision, options.non_finite,
                                               options.gradient_divisor.value_or(communicator->size()), give_values},
                                std::move(units));
-  auto buffers = buffers_of(module, options);
+  auto buffers = buffers_of(model, options);
   buffers->agree(*communicator, options.initial == Initial::verify);
   if (!buffers->empty()) engine->keep_equal(std::move(buffers));
   arena->arena().trim();
   return {std::move(engine), std::move(arena)};
 }
 
-Sharded::Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena)
-    : arena_(std::move(arena)), engine_(std::move(engine)) {}
-
-std::vector<at::Tensor> Sharded::parameters() const {
-  std::vector<at::Tensor> shards;
-  for (auto& [name, shard] : named_parameters()) shards.push_back(std::move(shard));
-  return shards;
+Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
+  const Deferred::Pause pause;
+  settle_deferred(module);
+  return shard_model(tree_of(module), mesh, options, rules_of(options, mesh));
 }
 
-std::vector<std::pair<std::string, at::Tensor>> Sharded::named_parameters() const {
-  std::vector<std::pair<std::string, at::Tensor>> shards;
-  for (const auto& unit : engine_->units())
-    for (const auto& parameter : unit->parameters()) shards.emplace_back(parameter.name, parameter.shard);
-  return shards;
+ModuleTree script_tree_of(const torch::jit::Module& module) {
+  ModuleTree model = tree_of(module);
+  if (torch::jit::canFuseOnCPU() && torch::jit::tensorExprFuserEnabled())
+    throw ConfigError(text("the TorchScript model (", model.type,
+                           ") would be compiled to kernels that read parameters' memory without the dispatcher, which could "
+                           "not gather them; call torch::jit::overrideCanFuseOnCPU(false) before fully_shard"));
+  return model;
 }
 
-std::vector<std::pair<std::string, at::Tensor>> Sharded::full_parameters() const {
-  engine_->refuse_replaced();
-  const at::NoGradGuard no_grad;
-  std::vector<std::pair<std::string, at::Tensor>> whole;
-  for (const auto& unit : engine_->units())
-    for (const auto& parameter : unit->parameters()) whole.emplace_back(parameter.name, parameter.tensor.detach().clone());
-  return whole;
-}
-
-std::vector<std::pair<std::string, at::Tensor>> Sharded::full_gradients() const {
-  auto gradients = engine_->full_gradients();
-  std::vector<std::pair<std::string, at::Tensor>> named;
-  size_t index = 0;
-  for (const auto& unit : engine_->units())
-    for (const auto& parameter : unit->parameters()) named.emplace_back(parameter.name, std::move(gradients[index++]));
-  return named;
-}
-
-void Sharded::load_parameters(const std::vector<std::pair<std::string, at::Tensor>>& values, bool strict) {
-  std::map<std::string, at::Tensor> given(values.begin(), values.end());
-  std::vector<Engine::NewValues> all;
-  std::string faults;
-  const auto& units = engine_->units();
-  for (uint32_t u = 0; u < units.size(); ++u)
-    for (ParameterIndex p = 0; p < units[u]->parameters().size(); ++p) {
-      const std::string& name = units[u]->parameters()[p].name;
-      const auto found = given.find(name);
-      if (found == given.end()) {
-        if (strict) faults += text("; '", name, "' is missing");
-        continue;
-      }
-      if (found->second.sizes() != units[u]->shape(p))
-        faults += text("; '", name, "' has the shape ", c10::str(found->second.sizes()), ", wanted ",
-                       c10::str(c10::IntArrayRef(units[u]->shape(p))));
-      all.push_back({u, p, found->second});
-      given.erase(found);
-    }
-  for (const auto& [name, value] : given)
-    if (strict) faults += text("; '", name, "' is no parameter of the sharded model");
-  if (!faults.empty()) throw ConfigError("parameters can't be loaded: " + faults.substr(2));
-  engine_->write(all);
-}
-
-StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {
-  StateBytes bytes;
-  for (const auto& unit : engine_->units()) {
-    const auto add = [&](double& role, int64_t held, double real) {
-      role += static_cast<double>(held) * real;
-      bytes.padding += static_cast<double>(held) * (1 - real);
-    };
-    add(bytes.parameters, unit->parameter_bytes().value, unit->real_share_of_parameters());
-    add(bytes.gradients, unit->gradient_bytes().value, unit->real_share_of_shard());
-    const int64_t optimizer =
-        unit->master_bytes().value + (unit->trainable() ? unit->updated_elements() * optimizer_bytes_per_element : 0);
-    add(bytes.optimizer, optimizer, unit->real_share_of_shard());
-    bytes.communication_buffers += static_cast<double>(unit->staged_bytes().value);
-  }
-  const double lent = static_cast<double>(engine_->traffic().peak_lent.value);
-  (engine_->placements().gradient == Placement::replicated ? bytes.gradients : bytes.communication_buffers) += lent;
-  return bytes;
-}
-
-int64_t Sharded::parameter_count() const {
-  int64_t count = 0;
-  for (const auto& unit : engine_->units()) count += unit->layout().real().value;
-  return count;
+Sharded fully_shard(torch::jit::Module& module, const Mesh& mesh, const ShardOptions& options) {
+  const Deferred::Pause pause;
+  return shard_model(script_tree_of(module), mesh, options, rules_of(options, mesh));
 }
 
 }  // namespace tessera

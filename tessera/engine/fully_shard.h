@@ -13,26 +13,11 @@
 
 #include "tessera/engine/agreement.h"
 #include "tessera/engine/engine.h"
+#include "tessera/engine/module_tree.h"
 #include "tessera/layout/placements.h"
 #include "tessera/mesh/mesh.h"
 
 namespace tessera {
-
-/// Says which modules become units of their own, by dotted name and type. Parameters of no unit belong to the root unit, and
-/// those of nested units to the innermost.
-using UnitPolicy = std::function<bool(const std::string& name, const torch::nn::Module& module)>;
-
-/// Every module of type `Impl` (a transformer block, say) is a unit.
-template <class Impl>
-UnitPolicy units_of() {
-  return [](const std::string&, const torch::nn::Module& module) { return dynamic_cast<const Impl*>(&module) != nullptr; };
-}
-
-/// Modules whose dotted names match one of `patterns` (fnmatch: `*` any characters) are units.
-UnitPolicy units_named(std::vector<std::string> patterns);
-
-/// The smallest modules that have at least `elements` parameter elements, those of their children included, are units.
-UnitPolicy units_of_size(int64_t elements);
 
 /// The layout of parameters whose full name matches `pattern` (fnmatch: `*` any characters, `?` one, `[…]` a set).
 struct LayoutChoice {
@@ -86,7 +71,8 @@ class Sharded {
   Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena);
 
   /// This rank's parts of the master parameters, in a fixed order that is the same on all ranks: 1-D unless the part is the
-  /// whole parameter; empty where this rank owns nothing. After backward their .grad is the mean over ranks. For any
+  /// whole parameter; empty where this rank owns nothing. Complex parameters are pairs of reals here, with one more dim
+  /// (view_as_real), as torch::optim treats them. After backward their .grad is the mean over ranks. For any
   /// optimizer that treats elements one by one, as all of torch::optim do but LBFGS; what combines elements over ranks, such
   /// as a norm, must not be computed from one rank's shards: use clip_grad_norm.
   std::vector<at::Tensor> parameters() const;
@@ -99,6 +85,17 @@ class Sharded {
   void clip_grad_value(double limit) { engine_->clip_gradient_values(limit); }
   double grad_norm() { return engine_->clip_gradient_norm(std::numeric_limits<double>::infinity()); }
 
+  /// Calls `hook(name, gradient)` for each parameter whose full name matches `pattern` (fnmatch) and that has a gradient,
+  /// once a step: when the step's gradients are first looked at after the last backward, by step, clip_grad_norm, grad_norm,
+  /// clip_grad_value or full_gradients. `gradient` is this rank's part of the reduced gradient, in the shape of the shard,
+  /// empty where this rank has none, and may be changed in place; where several ranks hold the same part (ddp, hybrid) they
+  /// must change it alike. Hooks of one parameter are called in the order of registration. (tensor.register_hook on the
+  /// module's own parameter sees this rank's gradient before the reduction.) Throws ConfigError if nothing matches, or if
+  /// the optimizer takes gradients as they are reduced.
+  void on_reduced_gradient(const std::string& pattern, ReducedGradientHook hook) {
+    engine_->on_reduced_gradient(pattern, std::move(hook));
+  }
+
   void zero_grad() { engine_->zero_grad(); }
 
   /// For ranks with different numbers of samples (or tokens) whose losses are means over their own: the next backward's
@@ -107,6 +104,29 @@ class Sharded {
   /// (then collective). Returns this rank's factor, count · ranks / total: the mean over ranks of factor · loss is the loss
   /// over all samples.
   double weight_by(double count, double total = 0) { return engine_->weight_by(count, total); }
+
+  /// For ranks with different numbers of batches: is there still a rank that has one? Every rank calls it before each
+  /// forward, and says whether it has a batch; all go on until none has. A rank without takes part in this backward here,
+  /// without gradients, waiting for those of the others; it skips forward and backward, and calls what follows them as all
+  /// ranks do:
+  ///
+  ///     while (sharded.join(batch.has_value())) {
+  ///       if (batch) loss(*batch).backward();
+  ///       sharded.clip_grad_norm(1.0);
+  ///       optimizer.step();
+  ///       optimizer.zero_grad();
+  ///       batch = loader.next();
+  ///     }
+  ///
+  /// With micro-batches it is called for each, under accumulating() where the backward would be. Buffers are those of the
+  /// ranks that had a batch in the step. Throws GuardError when a rank that said it had no batch trains on one,
+  /// AgreementError where `divide_by` differs. Collective.
+  bool join(bool has_batch, DivideBy divide_by = DivideBy::ranks) { return engine_->join(has_batch ? 1 : 0, divide_by); }
+
+  /// The same for losses that are means over `samples` samples (or tokens), 0 where there is none: the gradients of this
+  /// backward become the mean over all of them. Instead of join and weight_by, for the ranks that have run out don't get to
+  /// a weight_by that follows.
+  bool join_by(double samples) { return engine_->join(samples, DivideBy::samples); }
 
   /// While the result lives, a backward is not the last of its step: gradients add up (in the shards where gradients are
   /// sharded, else on each rank, unreduced), and the next forward may follow without an optimizer step.
@@ -193,5 +213,10 @@ template <class Impl>
 Sharded fully_shard(torch::nn::ModuleHolder<Impl>& holder, const Mesh& mesh, const ShardOptions& options = {}) {
   return fully_shard(static_cast<torch::nn::Module&>(*holder), mesh, options);
 }
+
+/// The same for a TorchScript module, as torch::jit::load returns it. Its parameters' tensors are sharded where they are, so
+/// all its methods, copies of the handle and modules inside it see them. Not for frozen modules, whose parameters have
+/// become constants of the code.
+Sharded fully_shard(torch::jit::Module& module, const Mesh& mesh, const ShardOptions& options = {});
 
 }  // namespace tessera

@@ -97,7 +97,7 @@ std::vector<size_t> ModuleBuffers::written_anywhere(Communicator& communicator) 
   return which;
 }
 
-void ModuleBuffers::synchronise(Communicator& communicator) {
+void ModuleBuffers::synchronise(Communicator& communicator, const std::vector<bool>& speakers) {
   if (buffers_.empty() || communicator.size() == 1 || (policy_ == Buffers::local && told_)) return;
   const auto which = written_anywhere(communicator);
   if (which.empty()) return;
@@ -112,17 +112,26 @@ void ModuleBuffers::synchronise(Communicator& communicator) {
                    name.c_str());
     return;
   }
+  const auto speaks_at_all = [&](size_t r) { return speakers.empty() || speakers[r]; };
+  const auto me = static_cast<size_t>(communicator.rank().value);
+  size_t first = 0;
+  while (!speaks_at_all(first)) ++first;
   for (const size_t i : which) {
     at::Tensor& buffer = buffers_[i].second;
     const bool mean = policy_ == Buffers::average && buffer.is_floating_point();
-    const bool speaks = mean || communicator.rank() == Rank(0);
+    const bool speaks = mean ? speaks_at_all(me) : me == first;
     auto everyones = communicator.all_gather(text("buffer ", buffers_[i].first), speaks ? bytes_of(buffer) : "");
     if (mean) {
-      at::Tensor sum = view_of(everyones[0], buffer).to(at::kDouble);
-      for (size_t r = 1; r < everyones.size(); ++r) sum += view_of(everyones[r], buffer);
-      buffer.copy_(sum.div_(static_cast<double>(everyones.size())));
-    } else if (communicator.rank() != Rank(0)) {
-      buffer.copy_(view_of(everyones[0], buffer));
+      at::Tensor sum = view_of(everyones[first], buffer).to(at::kDouble);
+      double count = 1;
+      for (size_t r = first + 1; r < everyones.size(); ++r) {
+        if (!speaks_at_all(r)) continue;
+        sum += view_of(everyones[r], buffer);
+        ++count;
+      }
+      buffer.copy_(sum.div_(count));
+    } else if (!speaks) {
+      buffer.copy_(view_of(everyones[first], buffer));
     }
   }
   marks_ = marks();

@@ -27,8 +27,9 @@ class ModuleBuffers {
   /// replace the others'. Nothing for local ones. Collective.
   void agree(Communicator& communicator, bool verify);
 
-  /// Applies the policy to what was written since the last call. Collective.
-  void synchronise(Communicator& communicator);
+  /// Applies the policy to what was written since the last call. `speakers`: the ranks that count, of which the first stands
+  /// for rank 0; empty means all. Collective.
+  void synchronise(Communicator& communicator, const std::vector<bool>& speakers = {});
 
   bool empty() const { return buffers_.empty(); }
 

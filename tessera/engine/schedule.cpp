@@ -60,6 +60,11 @@ bool Schedule::end_iteration() {
   return !departed;
 }
 
+void Schedule::abandon_iteration() {
+  if (recording_) steps_.clear();
+  position_ = 0;
+}
+
 int Schedule::count(StepKind kind, uint32_t unit) const {
   return static_cast<int>(
       std::count_if(steps_.begin(), steps_.end(), [&](const auto& step) { return step.kind == kind && step.unit == unit; }));

@@ -38,6 +38,9 @@ class Schedule {
   /// earlier than the recorded one (which counts as departing from it).
   bool end_iteration();
 
+  /// An iteration ends that is not to be compared or remembered.
+  void abandon_iteration();
+
   bool complete() const { return !recording_; }
   const std::vector<ScheduleStep>& steps() const { return steps_; }
 

@@ -9,6 +9,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/hash.h"
+#include "tessera/engine/real_pairs.h"
 
 namespace tessera {
 namespace {
@@ -19,7 +20,10 @@ at::Tensor wrap(void* data, int64_t elements, c10::ScalarType type) {
 
 std::vector<NamedShape> shapes_of(const UnitSpec& spec) {
   std::vector<NamedShape> shapes;
-  for (const auto& parameter : spec.parameters) shapes.push_back({parameter.name, parameter.tensor.sizes().vec()});
+  for (const auto& parameter : spec.parameters) {
+    shapes.push_back({parameter.name, parameter.tensor.sizes().vec()});
+    if (parameter.tensor.is_complex()) shapes.back().shape.push_back(2);
+  }
   return shapes;
 }
 
@@ -37,27 +41,32 @@ std::vector<at::Tensor> tensors_of(const UnitSpec& unit) {
   return tensors;
 }
 
-Unit::Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Division& division, const Precision& precision,
-           Communicator& communicator, AccessHandler& handler)
+Unit::Unit(UnitSpec spec, uint32_t index, const Precision& precision, Communicator& communicator, AccessHandler& handler)
     : name_(spec.name),
       index_(index),
-      placements_(placements),
-      division_(division),
+      placements_(spec.rule.placements),
+      division_(spec.rule.division),
       communicator_(communicator),
       observed_{&handler, Observed::Kind::unit, index},
       kept_after_forward_(spec.kept_after_forward) {
-  const c10::ScalarType own = spec.parameters.front().tensor.scalar_type();
+  const c10::ScalarType own = real_type(spec.parameters.front().tensor.scalar_type());
+  complex_ = spec.parameters.front().tensor.is_complex();
   const bool floating = trainable_type(own);
   working_type_ = floating ? precision.working.value_or(own) : own;
   master_type_ = floating ? master_type(working_type_) : own;
   gradient_type_ = floating ? precision.gradient.value_or(working_type_) : own;
+  if (complex_ && c10::elementSize(working_type_) < 4)
+    throw ConfigError(text("parameter '", spec.parameters.front().name, "' is complex, and there are no complex numbers of ",
+                           c10::toString(working_type_),
+                           "; leave precision.working unset, or set it to float32 or float64"));
   if (!gradients_sharded() && gradient_type_ != working_type_)
     throw ConfigError(text("unit '", name_, "': replicated gradients stay in the type that backward makes, ",
                            c10::toString(working_type_), ", not ", c10::toString(gradient_type_),
                            "; leave precision.gradient unset, or shard the gradients (zero2, zero3)"));
   master_size_ = static_cast<int64_t>(c10::elementSize(master_type_));
   gradient_size_ = static_cast<int64_t>(c10::elementSize(gradient_type_));
-  layout_ = Layout(shapes_of(spec), spec.layout, communicator.size(), static_cast<int64_t>(c10::elementSize(working_type_)));
+  layout_ =
+      Layout(shapes_of(spec), spec.rule.layout, communicator.size(), static_cast<int64_t>(c10::elementSize(working_type_)));
   state_size_ = layout_.shard(division_.optimizer_part(communicator.rank()), division_.optimizer_parts()).value;
   parameters_.resize(spec.parameters.size());
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
@@ -117,7 +126,8 @@ void Unit::write_initial_values(const UnitSpec& spec) {
 
 void Unit::write_values(ParameterIndex p, const at::Tensor& values) {
   const at::NoGradGuard no_grad;
-  const at::Tensor flat = values.detach().contiguous().view(-1);
+  const at::Tensor converted = complex_ && !values.is_complex() ? values.detach().to(module_type()) : values.detach();
+  const at::Tensor flat = real_pairs(converted).contiguous().view(-1);
   // Of a copy that several ranks share, each writes its part.
   for (const Run& run : division_.held(layout_, p, communicator_.rank()))
     wrap(working_at(p, run), run.count, working_type_).copy_(flat.narrow(0, run.begin, run.count));
@@ -130,7 +140,15 @@ bool Unit::replaced(ParameterIndex p) const { return GuardedStorage::owner_of(pa
 
 void Unit::take_back_tensor(ParameterIndex p) {
   auto& tensor = parameters_[p].tensor;
-  tensor.set_data(storage_->view(tensor.sizes(), layout_.offset(p).value, working_type_));
+  tensor.set_data(storage_->view(tensor.sizes(), layout_.offset(p).value / (complex_ ? 2 : 1), module_type()));
+}
+
+c10::ScalarType Unit::module_type() const { return complex_ ? c10::toComplexType(working_type_) : working_type_; }
+
+std::vector<int64_t> Unit::shape(ParameterIndex p) const {
+  auto shape = layout_.shape(p);
+  if (complex_) shape.pop_back();
+  return shape;
 }
 
 std::vector<uint64_t> Unit::hashes() const {

@@ -9,10 +9,12 @@
 
 #include "tessera/comm/communicator.h"
 #include "tessera/engine/gradient_consumer.h"
+#include "tessera/engine/gradient_hook.h"
 #include "tessera/engine/observer.h"
 #include "tessera/engine/precision.h"
 #include "tessera/layout/division.h"
 #include "tessera/layout/layout.h"
+#include "tessera/layout/partition_spec.h"
 #include "tessera/layout/placements.h"
 #include "tessera/storage/guarded_storage.h"
 #include "tessera/storage/private_buffer.h"
@@ -29,7 +31,7 @@ struct NamedParameter {
 struct UnitSpec {
   std::string name;
   std::vector<NamedParameter> parameters;
-  LayoutKind layout = {};
+  Rule rule;
   bool kept_after_forward = false;  ///< stays gathered until backward has used it
 };
 
@@ -59,15 +61,19 @@ struct UnitParameter {
 /// One unit's state on this rank and the ways to move it. Knows what to do, not when.
 class Unit {
  public:
-  Unit(UnitSpec spec, uint32_t index, const Placements& placements, const Division& division, const Precision& precision,
-       Communicator& communicator, AccessHandler& handler);
+  Unit(UnitSpec spec, uint32_t index, const Precision& precision, Communicator& communicator, AccessHandler& handler);
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
   const std::string& name() const { return name_; }
   const Layout& layout() const { return layout_; }
-  c10::ScalarType working_type() const { return working_type_; }
-  const std::vector<int64_t>& shape(ParameterIndex p) const { return layout_.shape(p); }  ///< of the whole parameter
+  const Placements& placements() const { return placements_; }
+  bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
+  bool shares_sums() const { return division_.shares_sums(); }    ///< several ranks update the same elements
+  c10::ScalarType working_type() const { return working_type_; }  ///< real
+  bool complex() const { return complex_; }            ///< its parameters are; here they are pairs of reals, in one more dim
+  c10::ScalarType module_type() const;                 ///< of the module's parameters
+  std::vector<int64_t> shape(ParameterIndex p) const;  ///< of the module's whole parameter
   std::vector<UnitParameter>& parameters() { return parameters_; }
   const std::vector<UnitParameter>& parameters() const { return parameters_; }
   bool trainable() const { return count_trainable() > 0; }  ///< has a parameter that requires a gradient now
@@ -123,6 +129,9 @@ class Unit {
   void take_sums();
   /// Limits the elements of reduced gradients, times `factor`, to ±`limit`.
   void clamp_gradients(double factor, double limit);
+  /// Lets `change` see this rank's part of a reduced gradient, if there is one, and change it. `as_consumed`: where
+  /// consumers read it, else the shard's .grad.
+  void change_gradient(ParameterIndex p, bool as_consumed, const ReducedGradientHook& change);
   /// Feeds the reduced gradients to `consumer`.
   void consume_reduced(GradientConsumer& consumer, double scale, int64_t step);
   /// Where peers find this rank's reduced gradient (for read_gradient), or 0 if there is none.
@@ -184,7 +193,6 @@ class Unit {
   void show_gradient(ParameterIndex p);
   void show_gradient_anew(ParameterIndex p);
   at::Tensor reduced_shard(ParameterIndex p) const;
-  bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
 
   std::string name_;
   uint32_t index_;
@@ -193,6 +201,7 @@ class Unit {
   Communicator& communicator_;
   Observed observed_;
   Layout layout_;
+  bool complex_ = false;
   c10::ScalarType working_type_, master_type_, gradient_type_;
   int64_t master_size_, gradient_size_;  // bytes an element
   std::vector<UnitParameter> parameters_;

@@ -2,11 +2,13 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/view_as_complex.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "tessera/base/check.h"
+#include "tessera/engine/real_pairs.h"
 #include "tessera/engine/unit.h"
 
 namespace tessera {
@@ -48,7 +50,7 @@ void Unit::take_gradient(ParameterIndex p, double weight) {
   parameter.tensor.mutable_grad() = at::Tensor();
   gradient = gradient.detach();
   if (gradient.is_sparse()) gradient = gradient.to_dense();
-  gradient = gradient.to(working_type_).contiguous();
+  gradient = real_pairs(gradient.to(module_type()).contiguous());
   if (weight != 1) gradient = gradient * weight;
   if (parameter.taken.defined())  // backward reaches the parameter more than once, as recomputed parts do
     parameter.taken.add_(gradient);
@@ -153,8 +155,8 @@ void Unit::prepare_sum(ParameterIndex p, bool accumulate) {
   // The sum of this rank's part takes the place of its own gradient, which nobody else reads there.
   parameter.sum = parameter.lent;
   if (parameter.sum.defined()) return;
-  parameter.sum = at::from_blob(staging_area_.get() + layout_.offset(p).value * layout_.element_size(),
-                                parameter.tensor.sizes(), at::TensorOptions().dtype(working_type_));
+  parameter.sum = at::from_blob(staging_area_.get() + layout_.offset(p).value * layout_.element_size(), layout_.shape(p),
+                                at::TensorOptions().dtype(working_type_));
   staged_ = std::max(staged_, staging_ += Bytes(static_cast<int64_t>(parameter.sum.nbytes())));
 }
 
@@ -284,13 +286,13 @@ int64_t Unit::reduced_offset(ParameterIndex p) const {
 
 at::Tensor Unit::read_gradient(ParameterIndex p, const std::vector<int64_t>& offsets) const {
   if (offsets[static_cast<size_t>(communicator_.rank().value)] == 0) return {};
-  at::Tensor whole = at::empty(parameters_[p].tensor.sizes(), at::TensorOptions().dtype(gradient_type_));
+  at::Tensor whole = at::empty(layout_.shape(p), at::TensorOptions().dtype(gradient_type_));
   auto* to = static_cast<std::byte*>(whole.data_ptr());
   for (int r = 0; r < communicator_.size(); ++r)
     for (const Run& run : division_.summed(layout_, p, Rank(r)))
       communicator_.read_peer(Rank(r), offsets[static_cast<size_t>(r)] + reduced_distance(run),
                               to + run.begin * gradient_size_, Bytes(run.count * gradient_size_));
-  return whole;
+  return complex_ ? at::view_as_complex(whole) : whole;
 }
 
 std::chrono::nanoseconds Unit::wait_finished(int64_t step) { return exchange_->wait_finished(round_, name_, step); }

@@ -33,7 +33,10 @@ Muon::Muon(const Sharded& sharded, const MuonOptions& options, const Choice& cho
   for (const auto& unit : sharded.engine().units())
     for (ParameterIndex p = 0; p < unit->parameters().size(); ++p) {
       const auto& parameter = unit->parameters()[p];
-      take(parameter.name, parameter.shard, unit->shape(p), choice);
+      if (unit->complex())
+        others_.push_back(parameter.shard);
+      else
+        take(parameter.name, parameter.shard, unit->shape(p), choice);
     }
 }
 
