@@ -23,8 +23,10 @@ bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; 
 
 Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings& settings, std::vector<UnitSpec> specs)
     : communicator_(std::move(communicator)),
+      precision_(settings.precision),
       non_finite_(settings.non_finite),
       scale_(1.0 / settings.gradient_divisor),
+      scaler_(settings.loss_scale),
       unwinding_(std::uncaught_exceptions()) {
   register_observer();
   for (auto& spec : specs) {
@@ -33,6 +35,7 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings&
     units_.push_back(std::make_unique<Unit>(std::move(spec), index, settings.precision, *communicator_, *this));
   }
   watch_gradients();
+  tell_units_loss_scale();
 }
 
 Engine::~Engine() {
@@ -74,11 +77,11 @@ void Engine::note(StepKind kind, uint32_t unit) {
 void Engine::attach(GradientConsumer* consumer) {
   if (consumer != nullptr && consumer_ != nullptr)
     throw ConfigError("this sharded model already has an optimizer attached; destroy it before making another");
-  if (consumer != nullptr && consumer->fuses_reduction() && non_finite_ == NonFinite::skip)
+  if (consumer != nullptr && consumer->fuses_reduction() && (non_finite_ == NonFinite::skip || scaler_.changes()))
     throw ConfigError(
         "a step can't be skipped after the update, and with fused_reduction that is when a gradient that is not finite is "
         "found; "
-        "use non_finite = stop, or construct the optimizer without fused_reduction");
+        "use non_finite = stop and no loss scale or a fixed one, or construct the optimizer without fused_reduction");
   refuse_hooks_with(consumer);
   consumer_ = consumer;
 }

@@ -197,12 +197,13 @@ std::string words_for(const ShardOptions& options, const Mesh& mesh, const Rules
   for (const auto& unit : units) kept += unit.kept_after_forward ? " " + unit.name : "";
   return text(rules.words, " on the mesh ", words_for(mesh), ", working type ", type(options.precision.working),
               ", gradient type ", type(options.precision.gradient), ", type of buffers ", type(options.precision.buffers),
+              ", type of outputs ", type(options.precision.output), options.precision.cast_inputs ? "" : ", inputs not cast",
               options.buffers == Buffers::average     ? ", buffers averaged"
               : options.buffers == Buffers::broadcast ? ", buffers broadcast"
                                                       : ", buffers local",
               ", gradients divided by ", options.gradient_divisor.value_or(0),
               options.initial == Initial::verify ? ", values verified" : ", values broadcast",
-              options.non_finite == NonFinite::stop ? ", stop" : ", skip",
+              options.non_finite == NonFinite::stop ? ", stop" : ", skip", ", loss scale ", name_of(options.loss_scale),
               kept.empty() ? "" : ", kept after forward:", kept);
 }
 
@@ -271,6 +272,7 @@ Rules rules_of(const ShardOptions& options, const Mesh& mesh) {
 Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOptions& options, const Rules& rules) {
   if (const auto divisor = options.gradient_divisor; divisor && !(*divisor > 0 && std::isfinite(*divisor)))
     throw ConfigError(text("gradient_divisor must be a positive number, but is ", *divisor));
+  const LossScaler checked(options.loss_scale);
   auto units = collect(model, options, rules);
   const auto communicator = SharedMemory::connect(mesh.world());
   agree(*communicator, units, words_for(options, mesh, rules, units), options.initial);
@@ -284,11 +286,11 @@ Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOption
     materialize(tensors_of(unit));
     if (options.initial == Initial::broadcast) broadcast_values(*communicator, unit);
   };
-  auto engine =
-      std::make_shared<Engine>(communicator,
-                               EngineSettings{options.precision, options.non_finite,
-                                              options.gradient_divisor.value_or(communicator->size()), give_values},
-                               std::move(units));
+  auto engine = std::make_shared<Engine>(
+      communicator,
+      EngineSettings{options.precision, options.non_finite, options.gradient_divisor.value_or(communicator->size()),
+                     options.loss_scale, give_values},
+      std::move(units));
   auto buffers = buffers_of(model, options);
   buffers->agree(*communicator, options.initial == Initial::verify);
   if (!buffers->empty()) engine->keep_equal(std::move(buffers));

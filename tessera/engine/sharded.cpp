@@ -13,6 +13,17 @@ namespace tessera {
 Sharded::Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena)
     : arena_(std::move(arena)), engine_(std::move(engine)) {}
 
+at::Tensor Sharded::scale(const at::Tensor& loss) const {
+  if (!engine_->loss_scaler().in_use()) return loss;
+  const double scale = engine_->loss_scaler().scale();
+  at::Tensor scaled = (loss.element_size() < 4 ? loss.to(at::kFloat) : loss) * scale;
+  if (scaled.requires_grad())
+    scaled.register_hook([engine = std::weak_ptr(engine_), scale](const at::Tensor&) {
+      if (const auto alive = engine.lock()) alive->on_scaled_loss(scale);
+    });
+  return scaled;
+}
+
 std::vector<at::Tensor> Sharded::parameters() const {
   std::vector<at::Tensor> shards;
   for (auto& [name, shard] : named_parameters()) shards.push_back(std::move(shard));
@@ -73,15 +84,18 @@ void Sharded::load_parameters(const std::vector<std::pair<std::string, at::Tenso
 
 StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {
   StateBytes bytes;
-  for (const auto& unit : engine_->units()) {
+  const auto& units = engine_->units();
+  for (uint32_t u = 0; u < units.size(); ++u) {
+    const auto& unit = units[u];
     const auto add = [&](double& role, int64_t held, double real) {
       role += static_cast<double>(held) * real;
       bytes.padding += static_cast<double>(held) * (1 - real);
     };
     add(bytes.parameters, unit->parameter_bytes().value, unit->real_share_of_parameters());
     add(bytes.gradients, unit->gradient_bytes().value, unit->real_share_of_shard());
-    const int64_t optimizer =
-        unit->master_bytes().value + (unit->trainable() ? unit->updated_elements() * optimizer_bytes_per_element : 0);
+    const int64_t element =
+        optimizer_bytes_per_element + (engine_->consumer() ? engine_->consumer()->bytes_per_element(u) : 0);
+    const int64_t optimizer = unit->master_bytes().value + (unit->trainable() ? unit->updated_elements() * element : 0);
     add(bytes.optimizer, optimizer, unit->real_share_of_shard());
     bytes.communication_buffers += static_cast<double>(unit->staged_bytes().value);
   }
