@@ -78,6 +78,7 @@ void adamw(benchmark::State& state, int64_t ranks, Element working_element, Elem
                          .exp_avg = exp_avg.data_ptr(),
                          .exp_avg_sq = exp_avg_sq.data_ptr(),
                          .element = Element::float32,
+                         .moment_element = Element::float32,
                          .working = separate ? working.data_ptr() : nullptr,
                          .working_element = working_element};
   AdamWStep step{.gradient_scale = 1.0 / static_cast<double>(ranks)};

@@ -177,7 +177,7 @@ class Run {
   }
 
   json rank_result() {
-    const StateBytes bytes = sharded_->state_bytes(AdamW::kBytesPerElement);
+    const StateBytes bytes = sharded_->state_bytes();
     const Traffic end = sharded_->engine().traffic();
     const auto steps = static_cast<double>(counted_steps_);
     const double gather_wait = milliseconds(end.gather_wait - counted_from_.gather_wait) / steps;

@@ -52,7 +52,7 @@ int main() try {
     loss_value = loss.item<double>();
     if (step == 0 && world.rank.value == 0) std::printf("first loss %.3f\n", loss_value);
   }
-  const auto bytes = sharded.state_bytes(tessera::AdamW::kBytesPerElement);
+  const auto bytes = sharded.state_bytes();
   std::printf("rank %d of %d: last loss %.3f; holds %.0f bytes of state for %lld parameters\n", world.rank.value, world.size,
               loss_value, bytes.parameters + bytes.gradients + bytes.optimizer,
               static_cast<long long>(sharded.parameter_count()));

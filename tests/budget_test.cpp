@@ -151,7 +151,7 @@ TEST(Budget, BytesByRoleAreTheFormulasPlusPadding) {
                &optimizer = setting.placements.optimizer;
     const double working = static_cast<double>(setting.element()),
                  moments_and_master = setting.working == torch::kBFloat16 ? 12 : 8;
-    const StateBytes bytes = sharded.state_bytes(AdamW::kBytesPerElement);
+    const StateBytes bytes = sharded.state_bytes();
     EXPECT_NEAR(bytes.parameters, working * psi / setting.share(parameter), 1e-3);
     EXPECT_NEAR(bytes.gradients, working * psi / setting.share(gradient), 1e-3);
     EXPECT_NEAR(bytes.optimizer, moments_and_master * psi / setting.share(optimizer), 1e-3);
@@ -175,7 +175,7 @@ TEST(Budget, SixteenBytesAParameterAreSplitAsThePlacementSays) {
   for_every_setting([](const World& world, const Setting& setting) {
     Training training(world, setting);
     training.step();
-    const StateBytes bytes = training.sharded.state_bytes(AdamW::kBytesPerElement);
+    const StateBytes bytes = training.sharded.state_bytes();
     const double whole = (bytes.parameters + bytes.gradients + bytes.optimizer) / static_cast<double>(kParameters),
                  n = setting.ranks;
     const std::string placement = name_of(setting.placements);

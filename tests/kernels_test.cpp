@@ -203,9 +203,11 @@ TEST(SumKernel, DependsNeitherOnThreadsNorOnCuts) {
 /// AdamW's state beside what the kernel may write.
 struct Optimizer {
   Optimizer(Element element, int64_t count, std::mt19937_64& generator, Element working_element)
+      : Optimizer(element, count, generator, working_element, element) {}
+  Optimizer(Element element, int64_t count, std::mt19937_64& generator, Element working_element, Element moment_element)
       : master(Array::random(element, count, generator, 1)),
-        exp_avg(element, count, 2),
-        exp_avg_sq(element, count, 3),
+        exp_avg(moment_element, count, 2),
+        exp_avg_sq(moment_element, count, 3),
         working(working_element, count, 1),
         gradient_sum(element, count, 0) {}
 
@@ -214,6 +216,7 @@ struct Optimizer {
                            .exp_avg = exp_avg.at(begin),
                            .exp_avg_sq = exp_avg_sq.at(begin),
                            .element = master.element(),
+                           .moment_element = exp_avg.element(),
                            .working = working.at(begin),
                            .working_element = working.element(),
                            .gradient_sum = gradient_sum.at(begin),
@@ -296,6 +299,37 @@ TEST(AdamWKernel, IsTheSumThenTheUpdateOnEveryTarget) {
         EXPECT_EQ(fused.working, rounded);
       });
     }
+  }
+}
+
+/// Each step is the step with whole moments, which are rounded afterwards.
+TEST(AdamWKernel, RoundsNarrowMomentsAfterEachStepOnEveryTarget) {
+  std::mt19937_64 generator(23);
+  constexpr int64_t count = 1511;
+  for (const Element element : {Element::float32, Element::float64}) {
+    const Optimizer start(element, count, generator, Element::float16, Element::bfloat16);
+    std::vector<std::vector<Array>> gradients;
+    for (int step = 0; step < 5; ++step) gradients.push_back(random_arrays(2, Element::float16, count, generator));
+    on_every_target([&] {
+      Optimizer narrow = start, whole(element, count, generator, Element::float16);
+      for (int64_t i = 0; i < count; ++i) write(whole.master.at(i), element, start.master[i]);
+      for (int64_t step = 1; step <= 5; ++step) {
+        const auto& now = gradients[static_cast<size_t>(step - 1)];
+        narrow.update(now, {.step = step, .gradient_scale = 0.5});
+        whole.update(now, {.step = step, .gradient_scale = 0.5});
+        for (auto* moments : {&whole.exp_avg, &whole.exp_avg_sq}) {
+          Array rounded(Element::bfloat16, count);
+          sum({*moments}, element, 1.0, false, rounded);
+          for (int64_t i = 0; i < count; ++i) write(moments->at(i), element, rounded[i]);
+        }
+      }
+      EXPECT_EQ(narrow.master, whole.master);
+      EXPECT_EQ(narrow.working, whole.working);
+      for (int64_t i = 0; i < count; ++i) {
+        ASSERT_EQ(narrow.exp_avg[i], whole.exp_avg[i]);
+        ASSERT_EQ(narrow.exp_avg_sq[i], whole.exp_avg_sq[i]);
+      }
+    });
   }
 }
 

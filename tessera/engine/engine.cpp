@@ -35,8 +35,10 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings&
     : communicator_(std::move(communicator)),
       placements_(settings.placements),
       division_(settings.division),
+      precision_(settings.precision),
       non_finite_(settings.non_finite),
       scale_(1.0 / settings.gradient_divisor),
+      scaler_(settings.loss_scale),
       unwinding_(std::uncaught_exceptions()) {
   register_observer();
   for (auto& spec : specs) {
@@ -49,6 +51,7 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings&
     for (ParameterIndex p = 0; p < parameters.size(); ++p)
       torch::autograd::impl::set_post_acc_grad_hooks(parameters[p].tensor, std::make_unique<GradientHook>(this, index, p));
   }
+  tell_units_loss_scale();
 }
 
 Engine::~Engine() {
@@ -91,11 +94,11 @@ void Engine::note(StepKind kind, uint32_t unit) {
 void Engine::attach(GradientConsumer* consumer) {
   if (consumer != nullptr && consumer_ != nullptr)
     throw ConfigError("this sharded model already has an optimizer attached; destroy it before making another");
-  if (consumer != nullptr && consumer->fuses_reduction() && non_finite_ == NonFinite::skip)
+  if (consumer != nullptr && consumer->fuses_reduction() && (non_finite_ == NonFinite::skip || scaler_.changes()))
     throw ConfigError(
         "a step can't be skipped after the update, and with fused_reduction that is when a gradient that is not finite is "
         "found; "
-        "use non_finite = stop, or construct the optimizer without fused_reduction");
+        "use non_finite = stop and no loss scale or a fixed one, or construct the optimizer without fused_reduction");
   consumer_ = consumer;
 }
 

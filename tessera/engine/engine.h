@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/engine/loss_scale.h"
 #include "tessera/engine/module_buffers.h"
 #include "tessera/engine/schedule.h"
 #include "tessera/engine/unit.h"
@@ -28,12 +29,21 @@ struct Traffic {
   Bytes peak_lent;                                        ///< most that was lent to peers at once
 };
 
+/// A parameter of a sharded model.
+struct ParameterPlace {
+  uint32_t unit;
+  ParameterIndex parameter;
+
+  bool operator==(const ParameterPlace&) const = default;
+};
+
 struct EngineSettings {
   Placements placements;
   Division division;
   Precision precision;
   NonFinite non_finite;
-  double gradient_divisor;                 ///< of the ranks' summed gradients
+  double gradient_divisor;  ///< of the ranks' summed gradients
+  std::optional<LossScale> loss_scale;
   std::function<void(UnitSpec&)> prepare;  ///< called before each unit is made: afterwards its parameters have their values
 };
 
@@ -47,6 +57,8 @@ class Engine final : public AccessHandler {
 
   Communicator& communicator() { return *communicator_; }
   const Placements& placements() const { return placements_; }
+  const Division& division() const { return division_; }
+  const Precision& precision() const { return precision_; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   Phase phase() const { return phase_; }
   int64_t step() const { return step_; }        ///< the step that is being computed, from 1
@@ -60,10 +72,17 @@ class Engine final : public AccessHandler {
 
   /// The optimizer whose `consume` gets the gradients. Without one, shards' .grad is set for any torch::optim optimizer.
   void attach(GradientConsumer* consumer);
+  const GradientConsumer* consumer() const { return consumer_; }
 
   /// The next backward's gradients of this rank count as those of `count` samples (or tokens) of `total`; see
   /// Sharded::weight_by. Collective if `total` is 0.
   double weight_by(double count, double total);
+
+  const LossScaler& loss_scaler() const { return scaler_; }
+  /// Between steps only; the same on all ranks.
+  void set_loss_scale_state(const LossScaleState& state);
+  /// Backward comes through a loss that was multiplied by `scale`.
+  void on_scaled_loss(double scale);
 
   /// Backwards until `end_accumulating` are not the last of their step.
   void begin_accumulating() { ++accumulating_; }
@@ -78,6 +97,8 @@ class Engine final : public AccessHandler {
 
   /// The attached optimizer's step (collective). Returns whether the step was applied.
   bool run_step();
+  /// A step whose update, `update`, is another optimizer's on the shards. Collective. Returns whether it was applied.
+  bool run_step_of(const std::function<void()>& update);
   /// Drops the gradients of this step.
   void zero_grad();
   /// Detaches every unit and keeps what was written to parameters (collective if something was).
@@ -101,6 +122,17 @@ class Engine final : public AccessHandler {
     at::Tensor values;
   };
   void write(const std::vector<NewValues>& all);
+  /// New values for this rank's parts of master parameters, or new reduced gradients (undefined: none), in the shape of the
+  /// shard; all ranks name the same parameters. Ranks with the same part must give the same. Collective.
+  void write_parts(const std::vector<NewValues>& all);
+  void write_gradient_parts(const std::vector<NewValues>& all);
+  /// The same with whole gradients, the same on all ranks.
+  void write_gradients(const std::vector<NewValues>& all);
+  /// Reduces what waits for that. This rank's part of each parameter's gradient is then its shard's .grad, times
+  /// `gradient_factor`. Collective.
+  void show_gradients();
+  double gradient_factor() const { return consumer_ != nullptr ? clip_ : 1.0; }
+  const ModuleBuffers* buffers() const { return buffers_.get(); }
   /// Takes over the values of parameters that were replaced since they were sharded. Collective.
   void adopt();
   /// Throws GuardError naming the first parameter that was replaced.
@@ -137,6 +169,7 @@ class Engine final : public AccessHandler {
   void refuse_unconsumed() const;
   void refuse_in_scope(const char* what) const;
   bool stays(const Unit& unit) const;
+  [[noreturn]] void refuse_unscaled(const std::string& parameter) const;
   void touch_units(std::span<const Access> accesses);
   void touch(Unit& unit, uint32_t index);
   void release(uint32_t index);
@@ -155,19 +188,25 @@ class Engine final : public AccessHandler {
   void take_back_lent();
   void agree_on_values(const std::string& label, const std::vector<uint64_t>& hashes,
                        const std::function<std::string(size_t)>& name);
+  std::vector<at::Tensor> gradients_of_shards();
+  void agree_on_parts(const std::string& label, const std::vector<NewValues>& all);
   void share_sums();
   void make_reduced();
   void synchronise();
 
   bool agree_on_step();
+  bool agree_on_outside_step();
   void begin_outside_step();
+  void tell_units_loss_scale();
   void finish_step(bool applied);
 
   std::shared_ptr<Communicator> communicator_;
   Placements placements_;
   Division division_;
+  Precision precision_;
   NonFinite non_finite_;
   double scale_;  // of the ranks' summed gradients
+  LossScaler scaler_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<ModuleBuffers> buffers_;
   GradientConsumer* consumer_ = nullptr;
@@ -192,7 +231,8 @@ class Engine final : public AccessHandler {
   bool unconsumed_ = false;         // gradients wait for a step
   bool departed_ = false;           // said once that an iteration departed from the schedule
   double clip_ = 1.0;
-  double weight_ = 1.0;  // of this rank's gradients in the coming backward
+  double weight_ = 1.0;           // of this rank's gradients in the coming backward
+  bool loss_was_scaled_ = false;  // of this backward
   bool watching_ = false;
   std::string first_non_finite_;
   Traffic traffic_;

@@ -22,6 +22,7 @@ void Engine::on_gradient(uint32_t index, ParameterIndex p) {
   arrivals_ = true;
   Unit& unit = *units_[index];
   if (unit.replaced(p)) refuse_replaced();
+  if (scaler_.in_use() && !loss_was_scaled_) refuse_unscaled(unit.parameters()[p].name);
   if (keeps_local_gradients()) {  // autograd goes on adding to it, unless each part has a weight of its own
     if (weight_ != 1) unit.take_gradient(p, weight_);
     return;
@@ -121,6 +122,7 @@ void Engine::end_backward() {
   nested_ended_ = inside_node();
   if (nested_ended_) return;
   weight_ = 1.0;
+  loss_was_scaled_ = false;
   if (arrivals_) ++backwards_;
   if (keeps_local_gradients()) {
     local_pending_ = true;

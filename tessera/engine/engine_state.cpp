@@ -8,6 +8,7 @@
 #include "tessera/base/text.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/hash.h"
+#include "tessera/engine/parts.h"
 
 namespace tessera {
 namespace {
@@ -91,12 +92,23 @@ void Engine::adopt() {
   write(all);
 }
 
+// What another optimizer would use, with what was done to it: .grad may be a copy of the reduced gradient.
+std::vector<at::Tensor> Engine::gradients_of_shards() {
+  std::vector<at::Tensor> gradients;
+  for (const auto& place : places_of(*this)) {
+    const at::Tensor& gradient = units_[place.unit]->parameters()[place.parameter].shard.grad();
+    gradients.push_back(gradient.defined() ? whole_of(*this, place, gradient) : at::Tensor());
+  }
+  return gradients;
+}
+
 std::vector<at::Tensor> Engine::full_gradients() {
   if (consumer_ != nullptr && consumer_->fuses_reduction() && gradients_sharded())
     throw ConfigError(
         "gradients are not kept when the optimizer takes them as they are reduced; construct it without fused_reduction");
   settle();
   make_reduced();
+  if (consumer_ == nullptr) return gradients_of_shards();
   std::vector<int64_t> offsets;
   for (const auto& unit : units_)
     for (ParameterIndex p = 0; p < unit->parameters().size(); ++p) offsets.push_back(unit->reduced_offset(p));
@@ -110,7 +122,7 @@ std::vector<at::Tensor> Engine::full_gradients() {
       std::vector<int64_t> theirs;
       for (const auto& all : everyones) theirs.push_back(all[index]);
       at::Tensor gradient = unit->read_gradient(p, theirs);
-      if (gradient.defined() && consumer_ != nullptr && clip_ != 1.0) gradient.mul_(clip_);
+      if (gradient.defined() && clip_ != 1.0) gradient.mul_(clip_);
       gradients.push_back(std::move(gradient));
     }
   communicator_->barrier("full gradients are read");

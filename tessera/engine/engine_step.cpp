@@ -24,6 +24,7 @@ struct StepFacts {
   int64_t step;
   int32_t backwards;
   uint32_t bad_unit, bad_parameter;  // first with a gradient that is not finite, or kNone
+  double loss_scale;
 };
 
 template <class T>
@@ -38,19 +39,23 @@ T unpacked(const std::string& bytes) {
   return value;
 }
 
-StepFacts facts_of(const std::vector<std::unique_ptr<Unit>>& units, int64_t step, int32_t backwards) {
+StepFacts facts_of(const std::vector<std::unique_ptr<Unit>>& units, StepFacts facts) {
   for (uint32_t u = 0; u < units.size(); ++u)
-    for (uint32_t p = 0; p < units[u]->parameters().size(); ++p)
-      if (!std::isfinite(units[u]->parameters()[p].squares)) return {step, backwards, u, p};
-  return {step, backwards, kNone, kNone};
+    for (uint32_t p = 0; p < units[u]->parameters().size(); ++p) {
+      if (std::isfinite(units[u]->parameters()[p].squares)) continue;
+      facts.bad_unit = u;
+      facts.bad_parameter = p;
+      return facts;
+    }
+  return facts;
 }
 
 }  // namespace
 
 bool Engine::agree_on_step() {
   const int32_t backwards = std::max(1, backwards_);  // a rank without any takes part with nothing
-  const auto answers = communicator_->all_gather(text("optimizer step ", step_), packed(facts_of(units_, step_, backwards)));
-  StepFacts first_bad{step_, backwards, kNone, kNone};
+  StepFacts first_bad{step_, backwards, kNone, kNone, scaler_.scale()};
+  const auto answers = communicator_->all_gather(text("optimizer step ", step_), packed(facts_of(units_, first_bad)));
   int bad_rank = 0;
   for (int r = 0; r < communicator_->size(); ++r) {
     const auto facts = unpacked<StepFacts>(answers[static_cast<size_t>(r)]);
@@ -58,23 +63,35 @@ bool Engine::agree_on_step() {
       throw AgreementError(text("step ", step_, ": rank ", r, " handed over the gradients of ", facts.backwards,
                                 " backwards, rank ", communicator_->rank().value, " of ", backwards,
                                 "; all ranks must run the same number of backwards a step"));
+    if (facts.loss_scale != scaler_.scale())
+      throw AgreementError(text("step ", step_, ": the loss scale of rank ", r, " is ", facts.loss_scale, ", that of rank ",
+                                communicator_->rank().value, " is ", scaler_.scale(),
+                                "; set the same loss-scale state on all ranks"));
     if (facts.bad_unit < first_bad.bad_unit ||
         (facts.bad_unit == first_bad.bad_unit && facts.bad_parameter < first_bad.bad_parameter)) {
       first_bad = facts;
       bad_rank = r;
     }
   }
-  if (first_bad.bad_unit == kNone) return true;
+  if (first_bad.bad_unit == kNone) {
+    scaler_.applied();
+    return true;
+  }
   const Unit& unit = *units_[first_bad.bad_unit];
   const std::string what =
       text("step ", step_, ": the gradient of parameter '", unit.parameters()[first_bad.bad_parameter].name, "' (unit '",
            unit.name(), "') is not finite; rank ", bad_rank, " found it in the part that it reduces");
-  if (non_finite_ == NonFinite::stop)
+  const bool backs_off = scaler_.can_back_off();  // if not, it is at its minimum, or there is none
+  if (!backs_off && non_finite_ == NonFinite::stop)
     throw NonFiniteError(
-        what + ". Lower the learning rate, clip gradients, look at the data of this step, or set non_finite = skip");
+        what + (scaler_.in_use() ? text(". The loss scale, ", scaler_.scale(), ", can't be lowered") : std::string()) +
+        ". Lower the learning rate, clip gradients, look at the data of this step, or set non_finite = skip");
   ++skipped_;
+  scaler_.back_off();
   if (communicator_->rank().value == 0)
-    std::fprintf(stderr, "tessera: %s; the step is skipped (%lld so far)\n", what.c_str(), static_cast<long long>(skipped_));
+    std::fprintf(stderr, "tessera: %s; the step is skipped (%lld so far)%s\n", what.c_str(),
+                 static_cast<long long>(skipped_),
+                 backs_off ? text(", the loss scale is ", scaler_.scale(), " from now on").c_str() : "");
   return false;
 }
 
@@ -125,23 +142,46 @@ void Engine::refuse_gradients_in_module() const {
                               "Sharded::clip_grad_norm"));
 }
 
+bool Engine::agree_on_outside_step() {
+  release_all();
+  if (consumer_ != nullptr && reduction_pending_) reduce_replicated(nullptr);
+  share_sums();
+  refuse_replaced();
+  refuse_gradients_in_module();
+  const bool applied = agree_on_step();
+  if (buffers_) buffers_->synchronise(*communicator_);
+  if (!applied) finish_step(false);
+  return applied;
+}
+
 void Engine::begin_outside_step() {
   if (phase_ == Phase::backward)
     throw GuardError(
         "an operator wrote to a parameter shard inside backward; step the optimizer when backward has returned");
   refuse_in_scope("an operator wrote to a parameter shard");
   refuse_step_while_accumulating();
-  release_all();
-  if (consumer_ != nullptr && reduction_pending_) reduce_replicated(nullptr);
-  share_sums();
-  refuse_replaced();
-  refuse_gradients_in_module();
-  if (!agree_on_step())
-    throw GuardError(text("step ", step_,
-                          " must be skipped because of a gradient that is not finite, but a torch::optim optimizer can't be "
-                          "told; use tessera::AdamW with non_finite = skip"));
-  if (buffers_) buffers_->synchronise(*communicator_);
+  const int64_t step = step_;
+  if (!agree_on_outside_step())
+    throw GuardError(text("step ", step,
+                          " must be skipped because of a gradient that is not finite, but a torch::optim optimizer whose "
+                          "step() is called can't be told; call Sharded::step(optimizer) instead, or use tessera::AdamW"));
   phase_ = Phase::stepping;
+}
+
+bool Engine::run_step_of(const std::function<void()>& update) {
+  if (consumer_ != nullptr)
+    throw ConfigError("Sharded::step is for other optimizers, but this model has tessera's attached; call its step()");
+  settle();
+  refuse_step_while_accumulating();
+  if (phase_ == Phase::backward)
+    throw GuardError("the optimizer's step was called inside backward; call it when backward has returned");
+  refuse_in_scope("the optimizer's step");
+  make_reduced();
+  if (!agree_on_outside_step()) return false;
+  phase_ = Phase::stepping;
+  update();
+  finish_step(true);
+  return true;
 }
 
 void Engine::finish_step(bool applied) {
@@ -159,6 +199,7 @@ void Engine::finish_step(bool applied) {
                  "tessera: rank %d: step %lld did less than the recorded schedule; it is recorded anew (said once)\n",
                  communicator_->rank().value, static_cast<long long>(step_));
   }
+  tell_units_loss_scale();
   take_back_lent();
   if (const auto arena = CachingAllocator::instance().arena()) arena->age();
   ++step_;

@@ -195,7 +195,7 @@ std::string words_for(const ShardOptions& options, const Mesh& mesh, const std::
                                                       : ", buffers local",
               ", gradients divided by ", options.gradient_divisor.value_or(0),
               options.initial == Initial::verify ? ", values verified" : ", values broadcast",
-              options.non_finite == NonFinite::stop ? ", stop" : ", skip",
+              options.non_finite == NonFinite::stop ? ", stop" : ", skip", ", loss scale ", name_of(options.loss_scale),
               kept.empty() ? "" : ", kept after forward:", kept);
 }
 
@@ -268,6 +268,7 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
   if (const auto divisor = options.gradient_divisor; divisor && !(*divisor > 0 && std::isfinite(*divisor)))
     throw ConfigError(text("gradient_divisor must be a positive number, but is ", *divisor));
   const Division division(options.placements, mesh);
+  const LossScaler checked(options.loss_scale);
   const Deferred::Pause pause;
   settle_deferred(module);
   auto units = collect(module, options);
@@ -284,11 +285,11 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
     materialize(tensors_of(unit));
     if (options.initial == Initial::broadcast) broadcast_values(*communicator, unit);
   };
-  auto engine =
-      std::make_shared<Engine>(communicator,
-                               EngineSettings{options.placements, division, options.precision, options.non_finite,
-                                              options.gradient_divisor.value_or(communicator->size()), give_values},
-                               std::move(units));
+  auto engine = std::make_shared<Engine>(
+      communicator,
+      EngineSettings{options.placements, division, options.precision, options.non_finite,
+                     options.gradient_divisor.value_or(communicator->size()), options.loss_scale, give_values},
+      std::move(units));
   auto buffers = buffers_of(module, options);
   buffers->agree(*communicator, options.initial == Initial::verify);
   if (!buffers->empty()) engine->keep_equal(std::move(buffers));
@@ -298,6 +299,17 @@ Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOpti
 
 Sharded::Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena)
     : arena_(std::move(arena)), engine_(std::move(engine)) {}
+
+at::Tensor Sharded::scale(const at::Tensor& loss) const {
+  if (!engine_->loss_scaler().in_use()) return loss;
+  const double scale = engine_->loss_scaler().scale();
+  at::Tensor scaled = (loss.element_size() < 4 ? loss.to(at::kFloat) : loss) * scale;
+  if (scaled.requires_grad())
+    scaled.register_hook([engine = std::weak_ptr(engine_), scale](const at::Tensor&) {
+      if (const auto alive = engine.lock()) alive->on_scaled_loss(scale);
+    });
+  return scaled;
+}
 
 std::vector<at::Tensor> Sharded::parameters() const {
   std::vector<at::Tensor> shards;
@@ -357,15 +369,18 @@ void Sharded::load_parameters(const std::vector<std::pair<std::string, at::Tenso
 
 StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {
   StateBytes bytes;
-  for (const auto& unit : engine_->units()) {
+  const auto& units = engine_->units();
+  for (uint32_t u = 0; u < units.size(); ++u) {
+    const auto& unit = units[u];
     const auto add = [&](double& role, int64_t held, double real) {
       role += static_cast<double>(held) * real;
       bytes.padding += static_cast<double>(held) * (1 - real);
     };
     add(bytes.parameters, unit->parameter_bytes().value, unit->real_share_of_parameters());
     add(bytes.gradients, unit->gradient_bytes().value, unit->real_share_of_shard());
-    const int64_t optimizer =
-        unit->master_bytes().value + (unit->trainable() ? unit->updated_elements() * optimizer_bytes_per_element : 0);
+    const int64_t element =
+        optimizer_bytes_per_element + (engine_->consumer() ? engine_->consumer()->bytes_per_element(u) : 0);
+    const int64_t optimizer = unit->master_bytes().value + (unit->trainable() ? unit->updated_elements() * element : 0);
     add(bytes.optimizer, optimizer, unit->real_share_of_shard());
     bytes.communication_buffers += static_cast<double>(unit->staged_bytes().value);
   }

@@ -68,6 +68,8 @@ struct ShardOptions {
   Initial initial = Initial::verify;
   Buffers buffers = Buffers::average;
   NonFinite non_finite = NonFinite::stop;
+  /// For fp16: the loss is scaled (Sharded::scale), and everything from the reduced gradients on is unscaled again.
+  std::optional<LossScale> loss_scale = {};
   /// What the sum of the ranks' gradients is divided by; default: the number of ranks, so that gradients are means.
   std::optional<double> gradient_divisor = {};
 };
@@ -108,6 +110,26 @@ class Sharded {
   /// over all samples.
   double weight_by(double count, double total = 0) { return engine_->weight_by(count, total); }
 
+  /// `loss` (a scalar of any floating type) times the loss scale, in fp32 at least: what backward is called on. Without
+  /// ShardOptions::loss_scale, `loss` itself. All ranks have the same scale; gradients, their norm and what optimizers see
+  /// are of the unscaled loss. With a loss scale, a backward whose loss did not go through here throws GuardError, and one
+  /// whose loss was scaled before the scale changed.
+  at::Tensor scale(const at::Tensor& loss) const;
+  double loss_scale() const { return engine_->loss_scaler().scale(); }  ///< 1 without ShardOptions::loss_scale
+  /// For checkpoints. Setting is for between a step and the next backward, the same on all ranks (a difference is an
+  /// AgreementError at the next step); throws ConfigError for a state that the options don't allow.
+  LossScaleState loss_scale_state() const { return engine_->loss_scaler().state(); }
+  void set_loss_scale_state(const LossScaleState& state) { engine_->set_loss_scale_state(state); }
+  int64_t skipped_steps() const { return engine_->skipped(); }  ///< because of gradients that were not finite
+
+  /// One step of other optimizers than tessera's over parameters(): calls each one's step(), unless a gradient is not finite
+  /// on any rank and that is to be skipped (NonFinite::skip, or a loss scale that can back off); then nothing changes, and
+  /// false is returned. Optimizers that are stepped directly throw instead, on all ranks. Collective.
+  template <class... Optimizers>
+  bool step(Optimizers&... optimizers) {
+    return engine_->run_step_of([&] { (static_cast<void>(optimizers.step()), ...); });
+  }
+
   /// While the result lives, a backward is not the last of its step: gradients add up (in the shards where gradients are
   /// sharded, else on each rank, unreduced), and the next forward may follow without an optimizer step.
   class Accumulating {
@@ -123,7 +145,8 @@ class Sharded {
   [[nodiscard]] Accumulating accumulating() { return Accumulating(*engine_); }
 
   /// Copies of the whole parameters in the type that the module computes with, and of the whole reduced gradients (undefined
-  /// where no rank had one). The latter is collective. O(model) memory.
+  /// where no rank had one) in precision.gradient, or in the type of the master parameters where those of an optimizer other
+  /// than tessera's are, or where the loss is scaled and gradients are fp16. The latter is collective. O(model) memory.
   std::vector<std::pair<std::string, at::Tensor>> full_parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
 
@@ -131,6 +154,29 @@ class Sharded {
   /// keep all digits. `strict`: throws ConfigError listing all names that are missing, unknown, or of another shape;
   /// otherwise missing ones keep their values. Nothing is written when it throws. Collective.
   void load_parameters(const std::vector<std::pair<std::string, at::Tensor>>& values, bool strict = true);
+
+  /// The same for this rank's parts of master parameters (as named_parameters shows them), by name; those that are not named
+  /// keep their values. Ranks that have the same part must give the same. Collective.
+  void load_local_parameters(const std::vector<std::pair<std::string, at::Tensor>>& values);
+
+  /// Copies of this rank's parts of the reduced gradients, in the shape of the shards and the type of the master parameters,
+  /// undefined where no rank had one. Collective. Throws ConfigError if the optimizer takes gradients as they are reduced.
+  std::vector<std::pair<std::string, at::Tensor>> local_gradients() const;
+  /// Replace the reduced gradients of these names, whole (the same on all ranks) or this rank's parts, in any floating type;
+  /// an undefined tensor: no gradient. Between backward and step. Throws as local_gradients, and ConfigError naming the
+  /// parameter for an unknown or frozen one, or another shape. Collective.
+  void load_gradients(const std::vector<std::pair<std::string, at::Tensor>>& values);
+  void load_local_gradients(const std::vector<std::pair<std::string, at::Tensor>>& values);
+
+  /// What holds a value for each element of a parameter, whole, from each rank's part of it in the shape of the shard (of
+  /// parameters(), or the state that an optimizer keeps for it); and this rank's part of a whole. full_of is collective.
+  at::Tensor full_of(const std::string& name, const at::Tensor& part) const;
+  at::Tensor local_of(const std::string& name, const at::Tensor& whole) const;
+
+  /// Gives another sharded model of the same names, shapes and ranks, whatever its placements, layouts and types, this
+  /// one's master parameters with all their digits, and this one's buffers: `fully_shard` a second instance of the module,
+  /// then copy. Throws ConfigError naming what differs; then nothing is copied. Collective. O(one unit) memory.
+  void copy_to(Sharded& other) const;
 
   /// After torch::load into the module, or whatever else gave parameters other memory (set_data): takes over their values,
   /// which must be the same on all ranks. Collective.
@@ -171,6 +217,7 @@ class Sharded {
   /// The recorded order of gathers, releases and reductions, a line each.
   std::string schedule() const { return engine_->schedule(); }
 
+  /// `optimizer_bytes_per_element`: of optimizers other than tessera::AdamW, which is asked itself.
   StateBytes state_bytes(int64_t optimizer_bytes_per_element = 0) const;
   int64_t parameter_count() const;  ///< elements of all parameters of the model, each counted once
   Engine& engine() const { return *engine_; }

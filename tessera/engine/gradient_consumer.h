@@ -32,6 +32,9 @@ class GradientConsumer {
   /// Updates the piece's state. Returns Σ gradient²; leaves elements whose gradient is not finite alone.
   virtual SumResult consume(const GradientPiece& piece) = 0;
 
+  /// Bytes of state an element of unit `unit`.
+  virtual int64_t bytes_per_element(uint32_t unit) const = 0;
+
   /// May `consume` be called with the ranks' unsummed gradients, as soon as they are there?
   virtual bool fuses_reduction() const = 0;
 };

@@ -31,6 +31,7 @@ class ModuleBuffers {
   void synchronise(Communicator& communicator);
 
   bool empty() const { return buffers_.empty(); }
+  const std::vector<std::pair<std::string, at::Tensor>>& named() const { return buffers_; }
 
  private:
   std::string differing(Communicator& communicator, std::vector<size_t> which);

@@ -17,6 +17,10 @@ struct Precision {
   std::optional<c10::ScalarType> gradient = {};
   /// What floating-point buffers of the module are converted to; default: they stay as they are.
   std::optional<c10::ScalarType> buffers = {};
+  /// For modules that are called through tessera::forward: are floating-point inputs converted to the working type, and what
+  /// are floating-point outputs converted to (default: they stay as they are)?
+  bool cast_inputs = true;
+  std::optional<c10::ScalarType> output = {};
 };
 
 /// The element type of a floating-point tensor. Throws ConfigError for a type that gradients can't have.

@@ -126,6 +126,18 @@ void Unit::write_values(ParameterIndex p, const at::Tensor& values) {
     wrap(master_at(p, run), run.count, master_type_).copy_(flat.narrow(0, run.begin, run.count));
 }
 
+void Unit::write_shard(ParameterIndex p, const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor flat = values.detach().contiguous().view(-1);
+  int64_t at = 0;
+  for (const Run& run : parameters_[p].updated) {
+    const at::Tensor part = flat.narrow(0, at, run.count);
+    wrap(master_at(p, run), run.count, master_type_).copy_(part);
+    if (master_.data() != nullptr) wrap(working_at(p, run), run.count, working_type_).copy_(part);
+    at += run.count;
+  }
+}
+
 bool Unit::replaced(ParameterIndex p) const { return GuardedStorage::owner_of(parameters_[p].tensor) != &observed_; }
 
 void Unit::take_back_tensor(ParameterIndex p) {

@@ -99,6 +99,9 @@ class Unit {
   void write_working_from_master();
   /// This rank's part of new values for parameter `p` (its shape, any floating type). To be called when nobody reads.
   void write_values(ParameterIndex p, const at::Tensor& values);
+  /// The same for this rank's shard of it, and for the reduced gradient of that (undefined: it has none).
+  void write_shard(ParameterIndex p, const at::Tensor& values);
+  void write_gradient(ParameterIndex p, const at::Tensor& values);
   /// Was the module's tensor given other memory (set_data, as torch::load and Module::to do) since it was sharded?
   bool replaced(ParameterIndex p) const;
   void take_back_tensor(ParameterIndex p);  ///< lets a replaced tensor view this unit's memory again
@@ -113,6 +116,9 @@ class Unit {
   bool posted_by_all() const;
   std::chrono::nanoseconds wait_posted(int64_t step);
   std::chrono::nanoseconds wait_posted_politely(int64_t step);
+  /// From now on gradients come times `scale`. All that leaves here (`.grad`, squares, what consumers get, read_gradient) is
+  /// without it.
+  void set_loss_scale(double scale);
   /// Sums the ranks' gradients over the owned elements, times `scale`: into the gradient shard, or into `consumer`.
   void reduce(double scale, GradientConsumer* consumer, int64_t step);
   /// Where several ranks update the same elements, they need each other's sums. For replicated gradients: waits for them,
@@ -181,6 +187,9 @@ class Unit {
                          bool leave_sum = false) const;
   template <class Action>
   void for_each_sum_of_peers(ParameterIndex p, const Action& action);  // action(run, its sum)
+  double squares_of(const SumResult& kept) const;
+  void measure(ParameterIndex p);
+  at::Tensor kept_gradient(ParameterIndex p, const Run& run) const;
   void show_gradient(ParameterIndex p);
   void show_gradient_anew(ParameterIndex p);
   at::Tensor reduced_shard(ParameterIndex p) const;
@@ -206,6 +215,8 @@ class Unit {
   std::shared_ptr<std::byte> gradient_;      // the packed gradient shard, if gradients are sharded
   std::shared_ptr<std::byte> staging_area_;  // for gradients that did not grow where peers can read; as laid out
   std::shared_ptr<std::byte> sums_area_;     // for sums of those to which further backwards add
+  double loss_scale_ = 1;                    // of the gradients that come
+  double kept_scale_ = 1;                    // of the reduced ones in memory: the same for fp16, which they need it for
   Bytes staging_, staged_;                   // copied there in this round, and the most of any round
   std::unique_ptr<GradientExchange> exchange_;
   std::unique_ptr<GuardedStorage> storage_;

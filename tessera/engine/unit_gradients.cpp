@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <utility>
 
 #include "tessera/base/check.h"
 #include "tessera/engine/unit.h"
@@ -126,10 +128,10 @@ void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double sca
     for (size_t i = 0; i < sources.size(); ++i)
       sources[i] = static_cast<const std::byte*>(from.sources[i]) + run.begin * layout_.element_size();
     const SumSources here{sources, from.element};
-    parameter.squares +=
-        consume_now
-            ? consumer->consume(piece_of(p, run, here, scale, step, leave_sum)).squares
-            : sum_sources(here, scale, accumulate, reduced_at(p, run), element_of(gradient_type_), run.count).squares;
+    parameter.squares += consume_now
+                             ? consumer->consume(piece_of(p, run, here, scale / loss_scale_, step, leave_sum)).squares
+                             : squares_of(sum_sources(here, scale * kept_scale_ / loss_scale_, accumulate,
+                                                      reduced_at(p, run), element_of(gradient_type_), run.count));
   }
   if (consume_now) return;
   if (consumer != nullptr)
@@ -143,7 +145,7 @@ void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double sca
 void Unit::consume_sum(ParameterIndex p, GradientConsumer& consumer, int64_t step) {
   for (const Run& run : parameters_[p].summed) {
     const void* sum = reduced_at(p, run);
-    consumer.consume(piece_of(p, run, {{&sum, 1}, element_of(gradient_type_)}, 1.0, step));
+    consumer.consume(piece_of(p, run, {{&sum, 1}, element_of(gradient_type_)}, 1.0 / kept_scale_, step));
   }
 }
 
@@ -204,7 +206,9 @@ void Unit::show_gradient(ParameterIndex p) {
   const bool in_place = gradients_sharded() || parameter.updated.size() < 2;
   if (in_place && parameter.shard.grad().defined() && gradient_type_ == master_type_) return;  // it already is this memory
   // Detached: torch::optim's zero_grad refuses gradients that are views for autograd.
-  parameter.shard.mutable_grad() = reduced_shard(p).to(master_type_).detach();
+  at::Tensor gradient = reduced_shard(p).to(master_type_).detach();
+  if (kept_scale_ != 1) gradient.mul_(1 / kept_scale_);  // a copy: what is kept scaled is fp16
+  parameter.shard.mutable_grad() = gradient;
 }
 
 template <class Action>
@@ -226,7 +230,7 @@ std::chrono::nanoseconds Unit::gather_sums(GradientConsumer* consumer, double sc
     if (!parameters_[p].has_gradient) continue;
     for_each_sum_of_peers(p, [&](const Run& run, const void* sum) {
       if (consumer != nullptr)
-        consumer->consume(piece_of(p, run, {{&sum, 1}, element_of(gradient_type_)}, scale, step));
+        consumer->consume(piece_of(p, run, {{&sum, 1}, element_of(gradient_type_)}, scale / kept_scale_, step));
       else
         std::memcpy(reduced_at(p, run), sum, static_cast<size_t>(run.count * gradient_size_));
     });
@@ -252,17 +256,62 @@ void Unit::take_sums() {
   }
 }
 
+void Unit::set_loss_scale(double scale) {
+  const at::NoGradGuard no_grad;
+  loss_scale_ = scale;
+  const double kept = gradient_type_ == c10::ScalarType::Half ? scale : 1;
+  const double change = kept / std::exchange(kept_scale_, kept);
+  if (change == 1) return;
+  for (ParameterIndex p = 0; p < parameters_.size(); ++p) {  // gradients that were not dropped with their step
+    if (!parameters_[p].has_gradient) continue;
+    for (const Run& run : parameters_[p].updated) kept_gradient(p, run).mul_(change);
+  }
+}
+
+at::Tensor Unit::kept_gradient(ParameterIndex p, const Run& run) const {
+  return at::from_blob(reduced_at(p, run), {run.count}, at::TensorOptions().dtype(gradient_type_));
+}
+
+void Unit::measure(ParameterIndex p) {
+  parameters_[p].squares = 0;
+  for (const Run& run : parameters_[p].summed)
+    parameters_[p].squares += squares_of({kept_gradient(p, run).to(at::kDouble).pow(2).sum().item<double>()});
+}
+
+void Unit::write_gradient(ParameterIndex p, const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  auto& parameter = parameters_[p];
+  if (!values.defined()) {
+    parameter.shard.mutable_grad() = at::Tensor();
+    parameter.has_gradient = false;
+    parameter.squares = 0;
+    parameter.sum = at::Tensor();
+    return;
+  }
+  if (!gradients_sharded()) prepare_sum(p, parameter.has_gradient);
+  const at::Tensor flat = values.detach().to(master_type_).contiguous().view(-1) * kept_scale_;
+  int64_t at = 0;
+  for (const Run& run : parameter.updated) {
+    kept_gradient(p, run).copy_(flat.narrow(0, at, run.count));
+    at += run.count;
+  }
+  parameter.has_gradient = true;
+  measure(p);
+  show_gradient_anew(p);
+}
+
+double Unit::squares_of(const SumResult& kept) const { return kept.squares / (kept_scale_ * kept_scale_); }
+
 void Unit::clamp_gradients(double factor, double limit) {
   const at::NoGradGuard no_grad;
+  // A number that is no fp16 would be refused; all of them are within it.
+  const double largest = gradient_type_ == c10::ScalarType::Half ? 65504 : std::numeric_limits<double>::infinity();
+  const double kept_limit = limit * kept_scale_ > largest ? std::numeric_limits<double>::infinity() : limit * kept_scale_;
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
     auto& parameter = parameters_[p];
     if (!parameter.has_gradient) continue;
-    const auto elements = [&](const Run& run) {
-      return at::from_blob(reduced_at(p, run), {run.count}, at::TensorOptions().dtype(gradient_type_));
-    };
-    for (const Run& run : parameter.updated) elements(run).mul_(factor).clamp_(-limit, limit);
-    parameter.squares = 0;
-    for (const Run& run : parameter.summed) parameter.squares += elements(run).to(at::kDouble).pow(2).sum().item<double>();
+    for (const Run& run : parameter.updated) kept_gradient(p, run).mul_(factor).clamp_(-kept_limit, kept_limit);
+    measure(p);
     if (parameter.shard.grad().defined()) show_gradient_anew(p);
   }
 }
@@ -272,7 +321,7 @@ void Unit::consume_reduced(GradientConsumer& consumer, double scale, int64_t ste
     if (!parameters_[p].has_gradient) continue;
     for (const Run& run : parameters_[p].updated) {
       const void* sum = reduced_at(p, run);
-      consumer.consume(piece_of(p, run, {{&sum, 1}, element_of(gradient_type_)}, scale, step));
+      consumer.consume(piece_of(p, run, {{&sum, 1}, element_of(gradient_type_)}, scale / kept_scale_, step));
     }
   }
 }
@@ -290,6 +339,7 @@ at::Tensor Unit::read_gradient(ParameterIndex p, const std::vector<int64_t>& off
     for (const Run& run : division_.summed(layout_, p, Rank(r)))
       communicator_.read_peer(Rank(r), offsets[static_cast<size_t>(r)] + reduced_distance(run),
                               to + run.begin * gradient_size_, Bytes(run.count * gradient_size_));
+  if (kept_scale_ != 1) whole = whole.to(master_type_).mul_(1 / kept_scale_);
   return whole;
 }
 

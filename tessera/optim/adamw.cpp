@@ -1,5 +1,7 @@
 #include "tessera/optim/adamw.h"
 
+#include <ATen/ops/from_blob.h>
+
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/optim/adamw_kernel.h"
@@ -25,7 +27,12 @@ AdamW::AdamW(const Sharded& sharded, const AdamWOptions& options)
   for (const auto& unit : engine_->units()) {
     UnitState state;
     state.elements = trainable_type(unit->working_type()) ? unit->updated_elements() : 0;
-    state.element_size = static_cast<int64_t>(c10::elementSize(master_type(unit->working_type())));
+    state.type = options.moments.value_or(master_type(unit->working_type()));
+    if (state.elements > 0 && state.type != master_type(unit->working_type()) && state.type != c10::ScalarType::BFloat16)
+      throw ConfigError(text("AdamW's moments can be kept in the type of the master parameters, which is ",
+                             c10::toString(master_type(unit->working_type())), " in unit '", unit->name(),
+                             "', or in BFloat16, but not in ", c10::toString(state.type)));
+    state.element_size = static_cast<int64_t>(c10::elementSize(state.type));
     state.steps.resize(unit->parameters().size());
     wanted += 2 * state.elements * state.element_size;
     units_.push_back(std::move(state));
@@ -34,6 +41,15 @@ AdamW::AdamW(const Sharded& sharded, const AdamWOptions& options)
   for (auto& state : units_)
     state.moments = PrivateBuffer(Bytes(2 * state.elements * state.element_size), "AdamW's moments");
   engine_->attach(this);
+}
+
+AdamW::Moments AdamW::moments(uint32_t index, ParameterIndex p) {
+  UnitState& state = units_[index];
+  const auto& runs = engine_->units()[index]->parameters()[p].updated;
+  const int64_t count = state.elements > 0 ? count_of(runs) : 0;
+  std::byte* first = state.moments.data() + (count > 0 ? runs.front().local * state.element_size : 0);
+  const auto wrap = [&](std::byte* at) { return at::from_blob(at, {count}, at::TensorOptions().dtype(state.type)); };
+  return {wrap(first), wrap(first + state.elements * state.element_size), state.steps[p].first};
 }
 
 AdamW::~AdamW() { engine_->attach(nullptr); }
@@ -57,6 +73,7 @@ SumResult AdamW::consume(const GradientPiece& piece) {
                          .exp_avg = first,
                          .exp_avg_sq = first + unit.elements * unit.element_size,
                          .element = piece.master_element,
+                         .moment_element = element_of(unit.type),
                          .working = piece.working,
                          .working_element = piece.working_element,
                          .gradient_sum = piece.sum,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,11 +22,15 @@ struct AdamWOptions {
   double eps = 1e-8;
   double weight_decay = 0.01;
   bool fused_reduction = false;
+  /// What the moments are kept in: the master parameters' type (fp32, or fp64 for fp64 models), or bf16: the update uses
+  /// them whole, then they are rounded to nearest. Bf16 has 8 bits, so a second moment with beta2 = 0.999 hardly follows
+  /// gradients that change slowly; runs with bf16 moments use 0.95.
+  std::optional<c10::ScalarType> moments = {};
 };
 
 /// AdamW (Loshchilov & Hutter 2019, algorithm 2) on a sharded model's master parameters, in one pass over gradient, master
-/// and both moments that writes the working parameters too. Moments are fp32 (fp64 for fp64 models), 8 bytes an element of
-/// this rank's part. Parameters that no rank had a gradient for are left alone, decay included. Attached to the model until
+/// and both moments that writes the working parameters too. Moments take 8 bytes an element of this rank's part in fp32, 4
+/// in bf16. Parameters that no rank had a gradient for are left alone, decay included. Attached to the model until
 /// destroyed; one at a time.
 class AdamW final : public GradientConsumer {
  public:
@@ -35,24 +40,33 @@ class AdamW final : public GradientConsumer {
   AdamW(const AdamW&) = delete;
   AdamW& operator=(const AdamW&) = delete;
 
-  /// Collective. Returns false if the step was skipped because a gradient was not finite (only with NonFinite::skip).
+  /// Collective. Returns false if the step was skipped because a gradient was not finite (only with NonFinite::skip, or a
+  /// loss scale that backs off).
   /// O(parameters / ranks).
   bool step() { return engine_->run_step(); }
   void zero_grad() { engine_->zero_grad(); }
 
-  /// May be changed between steps (learning-rate schedules). `fused_reduction` may not.
+  /// May be changed between steps (learning-rate schedules). `fused_reduction` and `moments` may not.
   AdamWOptions& options() { return options_; }
-
-  /// Bytes of optimizer state an element: for Sharded::state_bytes.
-  static constexpr int64_t kBytesPerElement = 8;
 
   SumResult consume(const GradientPiece& piece) override;
   bool fuses_reduction() const override { return fused_; }
+  int64_t bytes_per_element(uint32_t unit) const override { return 2 * units_[unit].element_size; }
+
+  const Engine& engine() const { return *engine_; }
+  /// What `full_state` and its like (optimizer_state.h) read and write: a parameter's moments on this rank, 1-D over the
+  /// elements that it updates, in place; and how often it was updated, as far as this rank knows.
+  struct Moments {
+    at::Tensor exp_avg, exp_avg_sq;
+    int64_t& updates;
+  };
+  Moments moments(uint32_t unit, ParameterIndex p);
 
  private:
   struct UnitState {
     PrivateBuffer moments;  // first moments, then second
     int64_t elements = 0;
+    c10::ScalarType type = c10::ScalarType::Float;  // of the moments
     int64_t element_size = 4;
     std::vector<std::pair<int64_t, int64_t>> steps;  // by parameter: updates so far, and the engine's step of the last
   };

@@ -54,6 +54,9 @@ namespace tessera::HWY_NAMESPACE {
 /// longer than the hardware's prefetching bridges: blocks of 2,048 took a quarter longer, of 256 and 1,024 a little.
 inline constexpr int64_t kBlock = 512;
 
+template <class C>
+inline constexpr Element kElementOf = std::is_same_v<C, float> ? Element::float32 : Element::float64;
+
 /// block[i] = scale · Σ sources[r][begin + i] for i in [0, n). Adds the squares to `squares`; returns whether all are
 /// finite.
 template <Element Gradient, class C>
@@ -82,28 +85,28 @@ HWY_NOINLINE void store_block(const C* block, int64_t n, Storage<To>* to) {
 
 /// The update of elements [begin, begin + n), whose gradient is in `block`. What is fused and what is not follows torch's
 /// vectorised kernels (mul_, add_ with alpha, addcmul_, addcdiv_), for the same bits where the CPU has fused multiply-add.
-template <Element Working, class C>
+template <Element Working, Element Moment, class C>
 HWY_NOINLINE void update_block(const AdamWArguments<C>& update, int64_t begin, int64_t n, const C* HWY_RESTRICT block) {
-  constexpr Element kState = std::is_same_v<C, float> ? Element::float32 : Element::float64;
+  constexpr Element kState = kElementOf<C>;
   const Tag<C> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   const AdamWFactors<C> by = update.factors;
   C* master = static_cast<C*>(update.state.master) + begin;
-  C* exp_avg = static_cast<C*>(update.state.exp_avg) + begin;
-  C* exp_avg_sq = static_cast<C*>(update.state.exp_avg_sq) + begin;
+  auto* exp_avg = static_cast<Storage<Moment>*>(update.state.exp_avg) + begin;
+  auto* exp_avg_sq = static_cast<Storage<Moment>*>(update.state.exp_avg_sq) + begin;
   auto* working = static_cast<Storage<Working>*>(update.state.working);
   for (int64_t i = 0; i < n; i += lanes) {
     const int64_t part = std::min(lanes, n - i);
     const auto g = hn::Load(d, block + i);
-    const auto old_m = hn::Mul(load_first<kState>(d, part, exp_avg + i), hn::Set(d, by.beta1));
-    const auto old_v = hn::Mul(load_first<kState>(d, part, exp_avg_sq + i), hn::Set(d, by.beta2));
+    const auto old_m = hn::Mul(load_first<Moment>(d, part, exp_avg + i), hn::Set(d, by.beta1));
+    const auto old_v = hn::Mul(load_first<Moment>(d, part, exp_avg_sq + i), hn::Set(d, by.beta2));
     const auto old_p = hn::Mul(load_first<kState>(d, part, master + i), hn::Set(d, by.decay));
     const auto m = hn::MulAdd(g, hn::Set(d, by.one_minus_beta1), old_m);
     const auto v = hn::MulAdd(hn::Mul(g, hn::Set(d, by.one_minus_beta2)), g, old_v);
     const auto denominator = hn::Add(hn::Mul(hn::Sqrt(v), hn::Set(d, by.root_correction2)), hn::Set(d, by.eps));
     const auto p = hn::Add(old_p, hn::Div(hn::Mul(m, hn::Set(d, by.minus_step_size)), denominator));
-    store_first<kState>(d, part, m, exp_avg + i);
-    store_first<kState>(d, part, v, exp_avg_sq + i);
+    store_first<Moment>(d, part, m, exp_avg + i);
+    store_first<Moment>(d, part, v, exp_avg_sq + i);
     store_first<kState>(d, part, p, master + i);
     if (working != nullptr) store_first<Working>(d, part, p, working + begin + i);
   }
@@ -124,7 +127,13 @@ double update_range(const AdamWArguments<C>& update, int64_t begin, int64_t end)
     if (void* to = state.gradient_sum)
       for_element<C>(state.gradient_element,
                      [&]<Element E>() { store_block<E>(block, n, static_cast<Storage<E>*>(to) + i); });
-    if (finite) for_element<C>(state.working_element, [&]<Element E>() { update_block<E>(update, i, n, block); });
+    if (!finite) continue;
+    for_element<C>(state.working_element, [&]<Element Working>() {
+      if (state.moment_element == Element::bfloat16)
+        update_block<Working, Element::bfloat16>(update, i, n, block);
+      else
+        update_block<Working, kElementOf<C>>(update, i, n, block);
+    });
   }
   return squares.total();
 }
@@ -152,6 +161,8 @@ SumResult adamw_update(const SumSources& gradients, const AdamWStep& step, const
                             (state.gradient_sum != nullptr && is_double(state.gradient_element));
   TESSERA_CHECK(is_double(state.element) || (state.element == Element::float32 && !wants_double),
                 "AdamW's state is float32, or float64 where anything else is");
+  TESSERA_CHECK(state.moment_element == state.element || state.moment_element == Element::bfloat16,
+                "AdamW's moments are of the master's type or bfloat16");
   const auto run = [&]<class C>(auto range, const AdamWFactors<C>& factors) {
     const AdamWArguments<C> update{gradients, factors, state};
     return SumResult{sum_over_chunks(count, [&](int64_t begin, int64_t end) { return range(update, begin, end); })};

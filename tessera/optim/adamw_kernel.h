@@ -20,9 +20,10 @@ struct AdamWStep {
 /// Where one interval of AdamW's state lies. All arrays have `count` elements, each aligned to its size, and do not overlap.
 struct AdamWState {
   void* master;             ///< fp32 (fp64 for an fp64 model), updated in place
-  void* exp_avg;            ///< first moment, same type as master
-  void* exp_avg_sq;         ///< second moment, same type as master
-  Element element;          ///< of master and moments: float32, or float64, which it must be where anything else is
+  void* exp_avg;            ///< first moment
+  void* exp_avg_sq;         ///< second moment
+  Element element;          ///< of master: float32, or float64, which it must be where anything else is
+  Element moment_element;   ///< of both moments: `element`, or bfloat16. The update uses them before they are rounded
   void* working = nullptr;  ///< if not null, receives the new parameter rounded to `working_element`
   Element working_element = Element::float32;
   void* gradient_sum = nullptr;  ///< if not null, receives the scaled, summed gradient rounded to `gradient_element`

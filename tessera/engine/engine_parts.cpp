@@ -1,0 +1,83 @@
+// The part of Engine that reads and writes the ranks' parts of parameters and gradients.
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/engine/engine.h"
+#include "tessera/engine/hash.h"
+#include "tessera/engine/parts.h"
+
+namespace tessera {
+
+// All ranks must name the same, and none may be busy with what is about to be written.
+void Engine::agree_on_parts(const std::string& label, const std::vector<NewValues>& all) {
+  if (phase_ == Phase::backward)
+    throw GuardError(text(label, " came inside backward (step ", step_, "); call it when backward has returned"));
+  std::vector<uint64_t> hashes;
+  for (const auto& each : all) {
+    const Unit& unit = *units_[each.unit];
+    const auto& parameter = unit.parameters()[each.parameter];
+    if (each.values.defined() && each.values.sizes() != parameter.shard.sizes())
+      throw ConfigError(text(label, ": this rank's part of parameter '", parameter.name, "' has the shape ",
+                             c10::str(parameter.shard.sizes()), ", but what was given has ", c10::str(each.values.sizes()),
+                             " (rank ", communicator_->rank().value, ")"));
+    const std::string what = text(parameter.name, each.values.defined() ? " given" : " none");
+    hashes.push_back(hash_of_bytes(what.data(), static_cast<int64_t>(what.size())));
+  }
+  agree_on_values(label, hashes, [&](size_t i) { return units_[all[i].unit]->parameters()[all[i].parameter].name; });
+}
+
+void Engine::write_parts(const std::vector<NewValues>& all) {
+  settle();
+  refuse_in_scope("new values of parameters' parts");
+  release_all();
+  refuse_replaced();
+  agree_on_parts("new values of parameters' parts", all);  // from here on nobody reads
+  std::vector<bool> written(units_.size(), false);
+  for (const auto& each : all) {
+    units_[each.unit]->write_shard(each.parameter, each.values);
+    written[each.unit] = true;
+  }
+  for (size_t u = 0; u < units_.size(); ++u)
+    if (written[u]) units_[u]->publish_next_epoch();
+}
+
+void Engine::show_gradients() {
+  if (consumer_ != nullptr && consumer_->fuses_reduction())
+    throw ConfigError(
+        "gradients are not kept when the optimizer takes them as they are reduced; construct it without fused_reduction");
+  settle();
+  make_reduced();
+}
+
+void Engine::write_gradient_parts(const std::vector<NewValues>& all) {
+  show_gradients();
+  for (const auto& each : all) {
+    const auto& parameter = units_[each.unit]->parameters()[each.parameter];
+    if (!parameter.tensor.requires_grad())
+      throw ConfigError(text("parameter '", parameter.name, "' requires no gradient, so it can't be given one"));
+  }
+  agree_on_parts("new gradients", all);
+  // An earlier clip is for what was there then.
+  if (const double factor = std::exchange(clip_, 1.0); factor != 1)
+    for (const auto& unit : units_) unit->clamp_gradients(factor, std::numeric_limits<double>::infinity());
+  for (const auto& each : all) units_[each.unit]->write_gradient(each.parameter, each.values);
+  unconsumed_ = true;
+}
+
+void Engine::write_gradients(const std::vector<NewValues>& all) {
+  std::vector<NewValues> parts;
+  std::vector<uint64_t> hashes;
+  for (const auto& [unit, parameter, values] : all) {
+    const at::Tensor whole = values.defined() ? values.detach().contiguous() : values;
+    hashes.push_back(whole.defined() ? hash_of_bytes(whole.const_data_ptr(), static_cast<int64_t>(whole.nbytes())) : 0);
+    parts.push_back({unit, parameter, whole.defined() ? part_of(*this, {unit, parameter}, whole) : whole});
+  }
+  agree_on_values("new gradients", hashes,
+                  [&](size_t i) { return units_[all[i].unit]->parameters()[all[i].parameter].name; });
+  write_gradient_parts(parts);
+}
+
+}  // namespace tessera

@@ -1,0 +1,118 @@
+// The part of Sharded that reads and writes state by name.
+#include <ATen/core/grad_mode.h>
+
+#include <map>
+
+#include "tessera/base/error.h"
+#include "tessera/base/text.h"
+#include "tessera/engine/fully_shard.h"
+#include "tessera/engine/parts.h"
+
+namespace tessera {
+namespace {
+
+using Named = std::vector<std::pair<std::string, at::Tensor>>;
+
+std::vector<Engine::NewValues> placed(const Engine& engine, const Named& values) {
+  std::vector<Engine::NewValues> all;
+  for (const auto& [name, value] : values) {
+    const auto [unit, parameter] = find(engine, name);
+    all.push_back({unit, parameter, value});
+  }
+  return all;
+}
+
+const UnitParameter& parameter_at(const Engine& engine, const ParameterPlace& place) {
+  return engine.units()[place.unit]->parameters()[place.parameter];
+}
+
+// A copy's differences to the model that it is to be a copy of.
+std::string differences(const Engine& from, const Engine& to) {
+  std::string faults;
+  std::map<std::string, std::vector<int64_t>> wanted;
+  for (const auto& place : places_of(from))
+    wanted[parameter_at(from, place).name] = from.units()[place.unit]->shape(place.parameter);
+  for (const auto& place : places_of(to)) {
+    const auto& name = parameter_at(to, place).name;
+    const auto& shape = to.units()[place.unit]->shape(place.parameter);
+    const auto found = wanted.find(name);
+    if (found == wanted.end()) {
+      faults += text("; '", name, "' is only in the copy");
+    } else if (found->second != shape) {
+      faults += text("; '", name, "' has the shape ", c10::str(c10::IntArrayRef(shape)), ", wanted ",
+                     c10::str(c10::IntArrayRef(found->second)));
+    }
+    wanted.erase(name);
+  }
+  for (const auto& [name, shape] : wanted) faults += text("; '", name, "' is missing in the copy");
+  return faults;
+}
+
+std::map<std::string, at::Tensor> buffers_of(const Engine& engine) {
+  if (engine.buffers() == nullptr) return {};
+  return {engine.buffers()->named().begin(), engine.buffers()->named().end()};
+}
+
+std::string differences(const std::map<std::string, at::Tensor>& from, const std::map<std::string, at::Tensor>& to) {
+  std::string faults;
+  for (const auto& [name, buffer] : from) {
+    const auto found = to.find(name);
+    if (found == to.end())
+      faults += text("; the buffer '", name, "' is missing in the copy");
+    else if (buffer.defined() != found->second.defined() || (buffer.defined() && buffer.sizes() != found->second.sizes()))
+      faults += text("; the buffer '", name, "' has another shape in the copy");
+  }
+  for (const auto& item : to)
+    if (!from.contains(item.first)) faults += text("; the buffer '", item.first, "' is only in the copy");
+  return faults;
+}
+
+}  // namespace
+
+at::Tensor Sharded::full_of(const std::string& name, const at::Tensor& part) const {
+  return whole_of(*engine_, find(*engine_, name), part);
+}
+
+at::Tensor Sharded::local_of(const std::string& name, const at::Tensor& whole) const {
+  return part_of(*engine_, find(*engine_, name), whole);
+}
+
+void Sharded::load_local_parameters(const Named& values) { engine_->write_parts(placed(*engine_, values)); }
+void Sharded::load_gradients(const Named& values) { engine_->write_gradients(placed(*engine_, values)); }
+void Sharded::load_local_gradients(const Named& values) { engine_->write_gradient_parts(placed(*engine_, values)); }
+
+Named Sharded::local_gradients() const {
+  engine_->show_gradients();
+  const at::NoGradGuard no_grad;
+  Named gradients;
+  for (const auto& place : places_of(*engine_)) {
+    const auto& parameter = parameter_at(*engine_, place);
+    const at::Tensor& gradient = parameter.shard.grad();
+    gradients.emplace_back(parameter.name, gradient.defined() ? gradient * engine_->gradient_factor() : at::Tensor());
+  }
+  return gradients;
+}
+
+void Sharded::copy_to(Sharded& other) const {
+  const at::NoGradGuard no_grad;
+  Engine &from = *engine_, &to = *other.engine_;
+  auto buffers = buffers_of(from), copies = buffers_of(to);
+  if (const auto faults = differences(from, to) + differences(buffers, copies); !faults.empty())
+    throw ConfigError("the sharded model can't be copied: " + faults.substr(2));
+  from.settle();
+  from.release_all();
+  from.refuse_replaced();
+  std::vector<Engine::NewValues> unit;
+  for (const auto& place : places_of(from)) {
+    const auto& parameter = parameter_at(from, place);
+    const auto target = find(to, parameter.name);
+    unit.push_back({target.unit, target.parameter, whole_of(from, place, parameter.shard.detach())});
+    if (place.parameter + 1 < from.units()[place.unit]->parameters().size()) continue;
+    to.write(unit);
+    unit.clear();
+  }
+  for (auto& [name, copy] : copies)
+    if (copy.defined()) copy.copy_(buffers.at(name));
+}
+
+}  // namespace tessera
