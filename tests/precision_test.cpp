@@ -1,4 +1,5 @@
 // Types: what moments are kept in, gradients that add up in fp32, and casts at the borders of modules.
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 
 #include "tests/support/cases.h"
@@ -191,6 +192,50 @@ TEST(Forward, AUnitInsideAModel) {
     loss.backward();
     EXPECT_TRUE(optimizer.step());
   });
+}
+
+/// libtorch's own casts at operators, on the CPU, in bf16.
+class Autocast {
+ public:
+  Autocast() {
+    at::autocast::increment_nesting();
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, torch::kBFloat16);
+  }
+  ~Autocast() {
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  }
+};
+
+/// An unmodified model under autocast, fp32 inputs and parameters of either type: the unsharded run under autocast.
+TEST(Forward, UnderAutocastIsTheUnshardedRunUnderIt) {
+  for_every_placement(
+      [](const World& world, const Placements& placements) {
+        for (const auto working : {torch::kFloat, torch::kBFloat16}) {
+          auto net = common_net(), plain = common_net();
+          auto options = net_s_options(placements);
+          options.precision.working = working;
+          auto sharded = fully_shard(net, mesh_for(world, placements), options);
+          plain->to(working);
+          torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
+          const auto loss_of = [&](NetS& of) {
+            const Autocast scope;
+            return torch::mse_loss(of(input_rows(0, 0, 8, 6)), target_rows(0, 0, 8, 3).to(torch::kBFloat16));
+          };
+          const Tensor loss = loss_of(net), wanted = loss_of(plain);
+          EXPECT_EQ(loss.item<float>(), wanted.item<float>());
+          loss.backward();
+          wanted.backward();
+          auto gradients = gradients_of(sharded);
+          for (const auto& item : plain->named_parameters())
+            EXPECT_TRUE(torch::equal(gradients[item.key()], item.value().grad().to(torch::kFloat))) << item.key();
+          EXPECT_TRUE(sharded.step(optimizer));
+          sharded.zero_grad();
+          EXPECT_NE(loss_of(net).item<float>(), loss.item<float>());  // no cast of the old parameters is used again
+        }
+      },
+      {1, 2, 4});
 }
 
 TEST(Forward, WithoutCastsIsAPlainCall) {
