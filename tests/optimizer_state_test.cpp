@@ -213,6 +213,41 @@ TEST(OptimizerState, RefusalsNameTheParameterAndChangeNothing) {
   });
 }
 
+TEST(OptimizerState, MuonsGoesOnElsewhere) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    for (const auto& to : every_placement())
+      for (const bool by_part : {false, true}) {
+        auto net = double_net(), other_net = double_net();
+        const auto not_last = [](const std::string& name) { return name != "last.weight"; };
+        const MuonOptions options{.lr = 0.02, .type = torch::kDouble};
+        auto sharded = shard(net, world, placements, whole_parameters());
+        auto other = shard(other_net, world, by_part ? placements : to, whole_parameters());
+        Muon muon(sharded, options, not_last), others(other, options, not_last);
+        EXPECT_EQ(others.names(), (std::vector<std::string>{"first.weight", "middle.weight"}));
+        const auto train = [&](NetS& of, Sharded& model, Muon& by, int64_t s) {
+          loss_of(of, world, s).backward();
+          EXPECT_TRUE(model.step(by));
+          model.zero_grad();
+        };
+        for (int64_t s = 0; s < 2; ++s) train(net, sharded, muon, s);
+        other.load_parameters(sharded.full_parameters());
+        if (by_part)
+          load_local_state(other, others, local_state(sharded, muon));
+        else
+          load_full_state(other, others, full_state(sharded, muon));
+        train(net, sharded, muon, 2);
+        train(other_net, other, others, 2);
+        std::map<std::string, Tensor> wanted;
+        for (const auto& [name, value] : sharded.full_parameters()) wanted[name] = value;
+        for (const auto& [name, value] : other.full_parameters()) EXPECT_LE(distance(value, wanted[name]), 1e-12) << name;
+        expect_words(refusal<ConfigError>([&] {
+                       load_full_state(other, others, {{"last.weight", {}}});
+                     }),
+                     {"'last.weight'", "Muon's"});
+      }
+  });
+}
+
 TEST(OptimizerState, NarrowMomentsKeepTheirType) {
   for_every_placement([](const World& world, const Placements& placements) {
     auto net = common_net(), copy = common_net();

@@ -58,9 +58,10 @@ void Muon::take(const std::string& name, const Tensor& values, at::IntArrayRef s
     others_.push_back(values);
     return;
   }
+  names_.push_back(name);
   if (values.sizes() == shape) {
     const at::NoGradGuard no_grad;
-    matrices_.push_back({values, at::zeros_like(values.detach())});
+    matrices_.push_back({name, values, at::zeros_like(values.detach())});
   } else if (values.numel() > 0) {
     throw ConfigError(text("Muon needs whole matrices, but this rank has ", values.numel(), " elements of parameter '", name,
                            "' (", c10::str(shape), "); shard with .layouts = {{\"", name,
@@ -68,9 +69,15 @@ void Muon::take(const std::string& name, const Tensor& values, at::IntArrayRef s
   }
 }
 
+at::Tensor Muon::momentum(const std::string& name) const {
+  for (const auto& matrix : matrices_)
+    if (matrix.name == name) return matrix.momentum;
+  return {};
+}
+
 void Muon::step() {
   const at::NoGradGuard no_grad;
-  for (auto& [values, momentum] : matrices_) {
+  for (auto& [name, values, momentum] : matrices_) {
     const Tensor& gradient = values.grad();
     if (!gradient.defined()) continue;
     momentum.lerp_(gradient, 1 - options_.momentum);

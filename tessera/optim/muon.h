@@ -52,18 +52,25 @@ class Muon {
   void step();
   void zero_grad();
 
+  /// Full names of the matrices that it updates on any rank, and the momentum that this rank has of one, in place: the
+  /// matrix's shape on its owner, undefined elsewhere.
+  const std::vector<std::string>& names() const { return names_; }
+  at::Tensor momentum(const std::string& name) const;
+
   /// The parameters, or shards, that this optimizer leaves alone.
   const std::vector<at::Tensor>& other_parameters() const { return others_; }
   MuonOptions& options() { return options_; }  ///< lr, weight_decay and momentum may be changed between steps
 
  private:
   struct Matrix {
+    std::string name;
     at::Tensor values, momentum;
   };
   void take(const std::string& name, const at::Tensor& values, at::IntArrayRef shape, const Choice& choice);
   void check() const;
 
   MuonOptions options_;
+  std::vector<std::string> names_;
   std::vector<Matrix> matrices_;  // of this rank
   std::vector<at::Tensor> others_;
 };

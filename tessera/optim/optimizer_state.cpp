@@ -1,7 +1,7 @@
 #include "tessera/optim/optimizer_state.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -139,6 +139,27 @@ void load(const Sharded& sharded, AdamW& optimizer, const OptimizerState& state,
   }
 }
 
+constexpr const char* kMomentum = "momentum_buffer";
+
+void load(const Sharded& sharded, Muon& optimizer, const OptimizerState& state, bool whole) {
+  const at::NoGradGuard no_grad;
+  const auto& mine = optimizer.names();
+  const auto parts = parts_of(sharded.engine(), state, whole);
+  for (const auto& [place, given] : parts) {
+    const auto& name = parameter_at(sharded.engine(), place).name;
+    if (std::find(mine.begin(), mine.end(), name) == mine.end())
+      throw ConfigError(text("parameter '", name, "' is not among Muon's matrices, so it can't be given state"));
+    for (const auto& item : given.tensors)
+      if (item.first != kMomentum) refuse_key(item.first, name, "has what Muon doesn't keep:");
+    if (!given.tensors.contains(kMomentum)) refuse_key(kMomentum, name, "lacks");
+  }
+  for (const auto& name : mine)
+    if (auto momentum = optimizer.momentum(name); momentum.defined()) momentum.zero_();
+  for (const auto& [place, given] : parts)
+    if (auto momentum = optimizer.momentum(parameter_at(sharded.engine(), place).name); momentum.defined())
+      momentum.copy_(given.tensors.at(kMomentum));
+}
+
 void load(const Sharded& sharded, Optimizer& optimizer, const OptimizerState& state, bool whole) {
   const at::NoGradGuard no_grad;
   const Kind kind = kind_of(optimizer);
@@ -211,6 +232,28 @@ OptimizerState local_state(const Sharded& sharded, Optimizer& optimizer) {
   return state;
 }
 
+OptimizerState local_state(const Sharded& sharded, Muon& optimizer) {
+  sharded.engine().settle();
+  OptimizerState state;
+  for (const auto& name : optimizer.names())
+    if (const auto momentum = optimizer.momentum(name); momentum.defined())
+      state[name].tensors[kMomentum] = momentum.clone();
+  return state;
+}
+
+OptimizerState full_state(const Sharded& sharded, Muon& optimizer) {
+  sharded.engine().settle();
+  OptimizerState state;
+  for (const auto& name : optimizer.names()) {
+    const auto place = find(sharded.engine(), name);
+    const auto& shard = parameter_at(sharded.engine(), place).shard;
+    const auto momentum = optimizer.momentum(name);
+    state[name].tensors[kMomentum] =
+        whole_of(sharded.engine(), place, momentum.defined() ? momentum : at::empty(shard.sizes(), shard.scalar_type()));
+  }
+  return state;
+}
+
 OptimizerState full_state(const Sharded& sharded, AdamW& optimizer) {
   check_engine(sharded, optimizer);
   sharded.engine().settle();
@@ -241,10 +284,16 @@ OptimizerState full_state(const Sharded& sharded, Optimizer& optimizer) {
 void load_full_state(const Sharded& sharded, AdamW& optimizer, const OptimizerState& state) {
   load(sharded, optimizer, state, true);
 }
+void load_full_state(const Sharded& sharded, Muon& optimizer, const OptimizerState& state) {
+  load(sharded, optimizer, state, true);
+}
 void load_full_state(const Sharded& sharded, Optimizer& optimizer, const OptimizerState& state) {
   load(sharded, optimizer, state, true);
 }
 void load_local_state(const Sharded& sharded, AdamW& optimizer, const OptimizerState& state) {
+  load(sharded, optimizer, state, false);
+}
+void load_local_state(const Sharded& sharded, Muon& optimizer, const OptimizerState& state) {
   load(sharded, optimizer, state, false);
 }
 void load_local_state(const Sharded& sharded, Optimizer& optimizer, const OptimizerState& state) {

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "tessera/optim/adamw.h"
+#include "tessera/optim/muon.h"
 
 namespace torch::optim {
 class Optimizer;
@@ -25,13 +26,15 @@ struct ParameterState {
 /// By full parameter name. A parameter that was never updated has no entry.
 using OptimizerState = std::map<std::string, ParameterState>;
 
-/// The state of an optimizer over the shards of `sharded`: tessera::AdamW, or one of torch::optim's SGD, Adam, AdamW,
-/// RMSprop and Adagrad (ConfigError for another). `full`: whole tensors, the same on all ranks, independent of placement,
-/// layout and number of ranks; collective, O(state) memory. `local`: copies of this rank's parts; a rank that has no element
-/// of a parameter may have no entry. Between steps.
+/// The state of an optimizer over the shards of `sharded`: tessera::AdamW or Muon (momentum_buffer), or one of
+/// torch::optim's SGD, Adam, AdamW, RMSprop and Adagrad (ConfigError for another). `full`: whole tensors, the same on all
+/// ranks, independent of placement, layout and number of ranks; collective, O(state) memory. `local`: copies of this rank's
+/// parts; a rank that has no element of a parameter may have no entry. Between steps.
 OptimizerState full_state(const Sharded& sharded, AdamW& optimizer);
+OptimizerState full_state(const Sharded& sharded, Muon& optimizer);
 OptimizerState full_state(const Sharded& sharded, torch::optim::Optimizer& optimizer);
 OptimizerState local_state(const Sharded& sharded, AdamW& optimizer);
+OptimizerState local_state(const Sharded& sharded, Muon& optimizer);
 OptimizerState local_state(const Sharded& sharded, torch::optim::Optimizer& optimizer);
 
 /// Replace all state: parameters without an entry have none afterwards. Tensors of any floating type are rounded to the
@@ -39,8 +42,10 @@ OptimizerState local_state(const Sharded& sharded, torch::optim::Optimizer& opti
 /// is not the optimizer's, a tensor that it doesn't keep, lacks, or has in another shape; nothing is written then. Not
 /// collective.
 void load_full_state(const Sharded& sharded, AdamW& optimizer, const OptimizerState& state);
+void load_full_state(const Sharded& sharded, Muon& optimizer, const OptimizerState& state);
 void load_full_state(const Sharded& sharded, torch::optim::Optimizer& optimizer, const OptimizerState& state);
 void load_local_state(const Sharded& sharded, AdamW& optimizer, const OptimizerState& state);
+void load_local_state(const Sharded& sharded, Muon& optimizer, const OptimizerState& state);
 void load_local_state(const Sharded& sharded, torch::optim::Optimizer& optimizer, const OptimizerState& state);
 
 }  // namespace tessera
