@@ -169,6 +169,9 @@ TEST(Agreement, WhereValuesComeFrom) {
 
 TEST(Agreement, WhatToDoWithNonFiniteGradients) {
   expect_disagreement([](Given& given) { given.options.non_finite = NonFinite::skip; }, {"stop", "skip"});
+  expect_disagreement([](Given& given) { given.options.loss_scale = LossScale::fixed(2); },
+                      {"loss scale", "none", "fixed 2"});
+  expect_disagreement([](Given& given) { given.options.precision.output = torch::kFloat; }, {"type of outputs", "Float"});
 }
 
 TEST(Agreement, RanksCanShardAfterADisagreement) {

@@ -288,6 +288,39 @@ TEST(LossScale, StateGoesOnWhereItWas) {
   });
 }
 
+/// Backwards inside a backward, and several forwards before one, are of one scaled loss.
+TEST(LossScale, RecomputationAndSecondOrderGradients) {
+  for_every_setting([](const World& world, const Setting& setting) {
+    auto net = common_net(), plain = common_net();
+    auto options = net_s_options(setting.placements);
+    options.loss_scale = LossScale::fixed(256);
+    auto sharded = fully_shard(net, mesh_for(world, setting.placements), options);
+    std::optional<AdamW> optimizer;
+    if (setting.ours) optimizer.emplace(sharded, AdamWOptions{});
+    const auto loss_of = [&](NetS& of, bool again) {
+      const Tensor x = input_rows(0, 0, 8, 6).requires_grad_(true);
+      const Tensor hidden = again ? recompute(of->first, x) : of->first(x);
+      const Tensor y = of->last(torch::tanh(of->middle(torch::tanh(hidden))));
+      if (again) return y.pow(2).mean();
+      const Tensor slope = torch::autograd::grad({y.sum()}, {x}, {}, true, /*create_graph=*/true)[0];
+      return y.pow(2).mean() + slope.pow(2).mean();
+    };
+    for (const bool again : {true, false}) {
+      sharded.scale(loss_of(net, again)).backward();
+      loss_of(plain, again).backward();
+      auto wanted = plain->named_parameters();
+      for (const auto& [name, gradient] : gradients_of(sharded)) {
+        ASSERT_EQ(gradient.defined(), wanted[name].grad().defined()) << name;
+        if (gradient.defined()) {
+          EXPECT_TRUE(torch::allclose(gradient, wanted[name].grad(), 1e-5, 1e-7)) << name;
+        }
+      }
+      sharded.zero_grad();
+      plain->zero_grad();
+    }
+  });
+}
+
 // ---- misuse ----------------------------------------------------------------------------------------------------------
 
 TEST(LossScale, AnUnscaledLossIsAnError) {

@@ -189,7 +189,8 @@ std::string words_for(const ShardOptions& options, const Mesh& mesh, const std::
   for (const auto& choice : options.layouts) layouts += text(", layout of '", choice.pattern, "' ", name_of(choice.layout));
   return text("placement ", name_of(options.placements), " on the mesh ", words_for(mesh), layouts, ", working type ",
               type(options.precision.working), ", gradient type ", type(options.precision.gradient), ", type of buffers ",
-              type(options.precision.buffers),
+              type(options.precision.buffers), ", type of outputs ", type(options.precision.output),
+              options.precision.cast_inputs ? "" : ", inputs not cast",
               options.buffers == Buffers::average     ? ", buffers averaged"
               : options.buffers == Buffers::broadcast ? ", buffers broadcast"
                                                       : ", buffers local",

@@ -112,8 +112,8 @@ class Sharded {
 
   /// `loss` (a scalar of any floating type) times the loss scale, in fp32 at least: what backward is called on. Without
   /// ShardOptions::loss_scale, `loss` itself. All ranks have the same scale; gradients, their norm and what optimizers see
-  /// are of the unscaled loss. With a loss scale, a backward whose loss did not go through here throws GuardError, and one
-  /// whose loss was scaled before the scale changed.
+  /// are of the unscaled loss; only gradients of ignored parameters stay as backward made them. With a loss scale, a
+  /// backward whose loss did not go through here throws GuardError, and one whose loss was scaled before the scale changed.
   at::Tensor scale(const at::Tensor& loss) const;
   double loss_scale() const { return engine_->loss_scaler().scale(); }  ///< 1 without ShardOptions::loss_scale
   /// For checkpoints. Setting is for between a step and the next backward, the same on all ranks (a difference is an
