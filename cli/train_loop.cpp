@@ -34,9 +34,21 @@ std::unique_ptr<models::TokenSource> open_data(const TrainOptions& options) {
   return models::TextData::load(options.data, options.model.vocab, options.run_directory, options.model.context, seed);
 }
 
+std::string names_of_blocks(int64_t first, int64_t end) {
+  std::string numbers;
+  for (int64_t block = first; block < end; ++block) numbers += text(block == first ? "" : "|", block);
+  return text("model.layers.@(", numbers, ")");
+}
+
 ShardOptions shard_options(const TrainOptions& options) {
   ShardOptions shard{.placements = placements_named(options.placement)};
-  if (options.units == "block") shard.units = units_of<models::LlamaBlockImpl>();
+  if (const int64_t blocks = blocks_a_unit(options); blocks > 0) {
+    shard.units = units_of<models::LlamaBlockImpl>();
+    for (int64_t first = 0; blocks > 1 && first < options.model.layers; first += blocks)
+      shard.joined.push_back(names_of_blocks(first, std::min(first + blocks, options.model.layers)));
+  }
+  if (options.kept == "root") shard.kept = {"(root)"};
+  shard.reshard_after_forward = options.kept != "all";
   shard.non_finite = options.non_finite == "skip" ? NonFinite::skip : NonFinite::stop;
   if (options.dtype == "bf16") {
     shard.precision.working = torch::kBFloat16;

@@ -71,7 +71,8 @@ std::vector<TrainOption> sharding_options(TrainOptions& o) {
   return {
       {"ranks", &o.ranks, group, "N", "local processes to start; under a launcher, what the launcher says"},
       {"placement", &o.placement, group, "NAME", "ddp, zero1, zero2 or zero3"},
-      {"units", &o.units, group, "WHAT", "what is gathered together: block or model"},
+      {"units", &o.units, group, "WHAT", "what is gathered together: block, a number of blocks, or model"},
+      {"kept", &o.kept, group, "WHAT", "what stays gathered from forward to backward: nothing, root or all"},
       {"dtype", &o.dtype, group, "TYPE", "of the working parameters: fp32 or bf16"},
       {"threads-per-rank", &o.threads_per_rank, group, "N", "0: OMP_NUM_THREADS, or cores / ranks if that isn't set"},
       {"timeout-ms", &o.timeout_ms, group, "MS", "how long a rank waits for another"},

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <charconv>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -91,10 +92,25 @@ void check_optimizer(const TrainOptions& options) {
   require_choice("non-finite", options.non_finite, {"stop", "skip"});
 }
 
+}  // namespace
+
+int64_t blocks_a_unit(const TrainOptions& options) {
+  if (options.units == "block") return 1;
+  int64_t blocks = 0;
+  const char* end = options.units.data() + options.units.size();
+  const auto [rest, error] = std::from_chars(options.units.data(), end, blocks);
+  return error == std::errc{} && rest == end && blocks > 0 ? blocks : 0;
+}
+
+namespace {
+
 void check_sharding(const TrainOptions& options) {
   require_whole("ranks", options.ranks, 1, kMostRanks);
   require_choice("placement", options.placement, {"ddp", "zero1", "zero2", "zero3"});
-  require_choice("units", options.units, {"block", "model"});
+  if (options.units != "model" && blocks_a_unit(options) == 0)
+    throw ConfigError(text("option units must be block, model or a number of blocks from 1, but is '", options.units, "'",
+                           did_you_mean(options.units, {"block", "model"})));
+  require_choice("kept", options.kept, {"nothing", "root", "all"});
   require_choice("dtype", options.dtype, {"fp32", "bf16"});
   require_choice("compare", options.compare, {"", "unsharded"});
   require_whole("threads-per-rank", options.threads_per_rank, 0, 1024);

@@ -27,7 +27,8 @@ struct TrainOptions {
   int64_t seed = 0;
   std::string compare;              ///< "unsharded" or ""
   int threads_per_rank = 0;         ///< 0: cores / ranks, at least 1
-  std::string units = "block";      ///< "block" or "model": what is gathered together
+  std::string units = "block";      ///< "block", a number of blocks, or "model": what is gathered together
+  std::string kept = "nothing";     ///< "nothing", "root" or "all": what stays gathered from forward to backward
   std::string non_finite = "stop";  ///< "stop" or "skip"
   int64_t validate_every = 0;       ///< steps between validations; 0: only at the end, and only on a text
   int64_t validation_samples = 64;  ///< at most so many samples a validation, over all ranks
@@ -37,6 +38,9 @@ struct TrainOptions {
   bool schedule = false;            ///< print the recorded schedule
   int timeout_ms = 300'000;         ///< how long a rank waits for another
 };
+
+/// Blocks that are gathered together; 0 for the whole model.
+int64_t blocks_a_unit(const TrainOptions& options);
 
 /// Throws ConfigError, naming the option, its value and what is wanted, for values that can't be. Fills in kv_heads.
 void validate(TrainOptions& options);

@@ -1,7 +1,7 @@
 """The Markdown report, from the numbers of the latest run of each section."""
 import json
 
-from harness import floor, kernels, memory, observer, peers
+from harness import floor, kernels, memory, observer, peers, units
 from harness.table import table
 
 # In the order of the report: how each section is measured, reported and headed.
@@ -9,6 +9,7 @@ SECTIONS = {
     "floor": (floor.measure, floor.report, floor.TITLE),
     "peers-b": (lambda runner, plan: peers.measure(runner, plan, "peers-b"), lambda n: peers.report(n, "peers-b"), peers.TITLES["peers-b"]),
     "peers-a": (lambda runner, plan: peers.measure(runner, plan, "peers-a"), lambda n: peers.report(n, "peers-a"), peers.TITLES["peers-a"]),
+    "units": (units.measure, units.report, units.TITLE),
     "memory": (memory.measure, memory.report, memory.TITLE),
     "observer": (observer.measure, observer.report, observer.TITLE),
     "kernels": (kernels.measure, kernels.report, kernels.TITLE),

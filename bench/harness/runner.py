@@ -121,10 +121,10 @@ class Runner:
         path = self.output / self.section / f"{name}.json"
         path.write_text(json.dumps(raw) + "\n")
 
-    def tessera(self, name, work, placement, steps):
+    def tessera(self, name, work, placement, steps, more=()):
         """`tessera train` with `steps` timed steps."""
         command = [self.build / "bin" / "tessera", "train", "--data", "random", *work.tessera(), "--steps", WARMUP + steps,
-                   "--ranks", RANKS, "--threads-per-rank", 1, "--placement", placement, "--show", "nothing", "--json", "-"]
+                   "--ranks", RANKS, "--threads-per-rank", 1, "--placement", placement, "--show", "nothing", *more, "--json", "-"]
         words, others = self.execute(name, command)
         raw = parsed(words)
         step_ms = statistics.median(raw["step_ms"][WARMUP:])
