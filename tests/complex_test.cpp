@@ -156,6 +156,30 @@ TEST(Complex, WrittenReplacedAndLoaded) {
   });
 }
 
+TEST(Complex, StateByNameAveragesAndCopies) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    Waves net, other;
+    auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements});
+    AdamW optimizer(sharded, {.lr = 0.02});
+    Ema ema(sharded, 0.5);
+    loss_of(net, 0, 0, 8).backward();
+    EXPECT_TRUE(optimizer.step());
+    ema.update();
+    auto copy = fully_shard(other, mesh_for(world, zero3()), {.placements = zero3(), .layouts = {{"*", block(3)}}});
+    AdamW others(copy, {.lr = 0.02});
+    sharded.copy_to(copy);
+    const auto state = full_state(sharded, optimizer);
+    load_full_state(copy, others, state);
+    const auto again = full_state(copy, others);
+    std::map<std::string, Tensor> copied;
+    for (const auto& [name, value] : copy.full_parameters()) copied[name] = value;
+    for (const auto& [name, value] : sharded.full_parameters()) EXPECT_TRUE(torch::equal(value, copied.at(name))) << name;
+    for (const auto& [name, kept] : state)
+      EXPECT_TRUE(torch::equal(kept.tensors.at("exp_avg"), again.at(name).tensors.at("exp_avg"))) << name;
+    for (const auto& [name, value] : ema.full()) EXPECT_EQ(value.sizes(), copied.at(name).sizes()) << name;
+  });
+}
+
 TEST(Complex, OfTypesThatThereAreNot) {
   on_ranks(1, [](const World& world) {
     Waves net;

@@ -31,6 +31,7 @@ void Engine::agree_on_parts(const std::string& label, const std::vector<NewValue
 
 void Engine::write_parts(const std::vector<NewValues>& all) {
   settle();
+  refuse_in_scope("new values of parameters' parts");
   release_all();
   refuse_replaced();
   agree_on_parts("new values of parameters' parts", all);  // from here on nobody reads

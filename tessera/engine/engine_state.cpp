@@ -96,8 +96,14 @@ void Engine::adopt() {
 std::vector<at::Tensor> Engine::gradients_of_shards() {
   std::vector<at::Tensor> gradients;
   for (const auto& place : places_of(*this)) {
-    const at::Tensor& gradient = units_[place.unit]->parameters()[place.parameter].shard.grad();
-    gradients.push_back(gradient.defined() ? whole_of(*this, place, gradient) : at::Tensor());
+    const Unit& unit = *units_[place.unit];
+    const at::Tensor& gradient = unit.parameters()[place.parameter].shard.grad();
+    at::Tensor whole = gradient.defined() ? whole_of(*this, place, gradient) : at::Tensor();
+    const auto type = precision_.gradient.value_or(unit.working_type());
+    // Unscaled, fp16 might not hold it.
+    if (whole.defined() && !whole.is_complex() && !(type == c10::ScalarType::Half && scaler_.in_use()))
+      whole = whole.to(type);
+    gradients.push_back(std::move(whole));
   }
   return gradients;
 }

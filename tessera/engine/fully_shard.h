@@ -164,8 +164,8 @@ class Sharded {
   [[nodiscard]] Accumulating accumulating() { return Accumulating(*engine_); }
 
   /// Copies of the whole parameters in the type that the module computes with, and of the whole reduced gradients (undefined
-  /// where no rank had one) in precision.gradient, or in the type of the master parameters where those of an optimizer other
-  /// than tessera's are, or where the loss is scaled and gradients are fp16. The latter is collective. O(model) memory.
+  /// where no rank had one) in precision.gradient, or fp32 where that is fp16 and the loss is scaled. The latter is
+  /// collective. O(model) memory.
   std::vector<std::pair<std::string, at::Tensor>> full_parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
 
