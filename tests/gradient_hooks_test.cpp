@@ -192,6 +192,31 @@ TEST(GradientHooks, OnReducedGradientsReplacedThenClipped) {
   expect_as_unsharded([](const std::string&, Tensor& gradient) { gradient = gradient * gradient.abs(); }, true);
 }
 
+TEST(GradientHooks, OnReducedGradientsOfScaledLossesAreNotScaled) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    auto net = common_net(), plain = common_net();
+    auto options = net_s_options(placements);
+    options.precision.working = torch::kHalf;
+    options.loss_scale = LossScale::fixed(256);
+    auto sharded = fully_shard(net, mesh_for(world, placements), options);
+    AdamW optimizer(sharded, {});
+    double largest = 0;
+    sharded.on_reduced_gradient("first.weight", [&](const std::string&, Tensor& gradient) {
+      if (gradient.numel() > 0) largest = gradient.abs().max().item<double>();
+      gradient.mul_(0.5);
+    });
+    sharded.scale(net_s_loss(net, world, 0, torch::kHalf)).backward();
+    net_s_loss(plain, World{}, 0).backward();
+    const auto gradients = gradients_of(sharded);
+    for (const auto& item : plain->named_parameters()) {
+      const Tensor wanted = item.value().grad() * (item.key() == "first.weight" ? 0.5 : 1);
+      EXPECT_TRUE(torch::allclose(gradients.at(item.key()).to(torch::kFloat), wanted, 1e-2, 2e-3)) << item.key();
+    }
+    EXPECT_LT(largest, 1);
+    EXPECT_TRUE(optimizer.step());
+  });
+}
+
 TEST(GradientHooks, OnReducedGradientsThatBecomeNotFinite) {
   on_ranks(2, [](const World& world) {
     auto net = common_net();
@@ -200,6 +225,10 @@ TEST(GradientHooks, OnReducedGradientsThatBecomeNotFinite) {
     sharded.on_reduced_gradient("middle.bias", [](const std::string&, Tensor& gradient) { gradient.mul_(NAN); });
     net_s_loss(net, world, 0).backward();
     expect_words(refusal<NonFiniteError>([&] { optimizer.step(); }), {"'middle.bias'", "not finite"});
+    sharded.zero_grad();
+    sharded.on_reduced_gradient("last.bias", [](const std::string&, Tensor& gradient) { gradient = torch::zeros({7}); });
+    net_s_loss(net, world, 0).backward();
+    expect_words(refusal<ConfigError>([&] { sharded.grad_norm(); }), {"'last.bias'", "[7]", "keep its shape"});
   });
 }
 

@@ -206,6 +206,32 @@ TEST(Join, BuffersAreThoseOfTheRanksThatHadABatch) {
     });
 }
 
+// A unit whose gradients come twice in a backward, which the rank that has no batch in the first step can't see there.
+TEST(Join, ARankWithoutABatchFromTheStart) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    auto net = common_net(), plain = common_net();
+    auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
+    torch::optim::SGD optimizer(sharded.parameters(), 0.1), reference(plain->parameters(), 0.1);
+    const auto loss = [](NetS& of, int rank, int64_t step) {
+      const auto middle = [&of](const Tensor& x) { return torch::tanh(of->middle(x)); };
+      const auto x = of->first(input_rows(step, 2 * rank, 2 * rank + 2, 6));
+      return of->last(recompute(middle, recompute(middle, x))).pow(2).mean();
+    };
+    for (int64_t step = 0; step < 3; ++step) {
+      const auto active = [&](int rank) { return step > 0 || rank == 0; };
+      ASSERT_TRUE(sharded.join(active(world.rank.value)));
+      if (active(world.rank.value)) loss(net, world.rank.value, step).backward();
+      for (int r = 0; r < world.size; ++r)
+        if (active(r)) (loss(plain, r, step) / world.size).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      reference.step();
+      reference.zero_grad();
+      expect_same_parameters(sharded, plain);
+    }
+  });
+}
+
 TEST(Join, NoRankHasABatch) {
   on_ranks(2, [](const World& world) {
     auto net = common_net();

@@ -58,6 +58,7 @@ struct Draw {
   bool drop;       ///< before each step, gradients of other samples that are dropped
   bool evaluate;   ///< passes without gradients before and after each update
   bool broadcast;  ///< only rank 0 has the right initial values
+  bool annotated;  ///< each parameter has its own placement, drawn too, instead of `placements` and `layouts`
 };
 
 Draw::Draw(uint64_t drawn) : seed(drawn) {
@@ -85,6 +86,7 @@ Draw::Draw(uint64_t drawn) : seed(drawn) {
   // An optimizer that updates in backward may refuse a frozen parameter that is used after its unit's gradients have come in
   // an unusual order.
   net.frozen = !(fused() && net.optional) && draw(0, 1) == 0;
+  annotated = draw(0, 3) == 0;
 }
 
 uint64_t Draw::without(int step, int micro, int rank) const {
@@ -99,9 +101,10 @@ std::string words_of(const std::vector<LayoutChoice>& layouts) {
 }
 
 std::string Draw::description() const {
-  return text("TESSERA_TEST_SEED=", seed, ": ", ranks, " ranks, ", name_of(placements), ", ", replicas, " replicas, ",
-              words_of(layouts), kUpdates[static_cast<int>(updates)], ", ", net.type == torch::kDouble ? "fp64" : "fp32",
-              ", ", micros, " micro-batches", hold_all ? " (all held)" : "", drop ? ", others dropped" : "",
+  return text("TESSERA_TEST_SEED=", seed, ": ", ranks, " ranks, ", annotated ? "annotated over the axes of " : "",
+              name_of(placements), ", ", replicas, " replicas, ", annotated ? "" : words_of(layouts),
+              kUpdates[static_cast<int>(updates)], ", ", net.type == torch::kDouble ? "fp64" : "fp32", ", ", micros,
+              " micro-batches", hold_all ? " (all held)" : "", drop ? ", others dropped" : "",
               clip ? text(", clipped to ", *clip) : "", ", units ", unit_share, evaluate ? ", evaluated" : "",
               broadcast ? ", broadcast" : "", "; ", RandomNet(seed, net)->description());
 }
@@ -188,6 +191,44 @@ UnitPolicy random_units(const RandomNet& net, const Draw& draw) {
   return nullptr;  // a policy that matches nothing is an error
 }
 
+// Specs of each parameter and of its optimizer state, tied ones under all their names.
+std::pair<Annotations, Annotations> random_annotations(const RandomNet& net, const Draw& draw) {
+  const bool two_axes = !draw.placements.shard_axis.empty();
+  const DividedOver all = two_axes ? DividedOver{"replicate", "shard"} : DividedOver("data");
+  Annotations parameters, state;
+  std::map<const at::TensorImpl*, uint64_t> drawn;
+  std::mt19937_64 random(draw.seed ^ 0xa770);
+  for (const auto& item : net->named_parameters()) {
+    const auto dims = static_cast<uint64_t>(item.value().dim());
+    const uint64_t number = drawn.emplace(item.value().unsafeGetTensorImpl(), random()).first->second;
+    const auto over = [&](const DividedOver& axes) {
+      PartitionSpec spec{std::vector<DividedOver>(dims == 0 ? 0 : number / 16 % dims, std::nullopt)};
+      spec.dims.push_back(axes);
+      return spec;
+    };
+    const uint64_t kind = dims == 0 ? 0 : number % 8;
+    if (kind == 0) continue;  // whole, without an annotation
+    const bool some_axes = two_axes && kind > 4;
+    parameters.push_back({item.key(), kind < 3 ? P() : over(some_axes ? DividedOver("shard") : all)});
+    if (kind > 1) state.push_back({item.key(), over(some_axes && kind > 5 ? DividedOver("shard") : all)});
+  }
+  return {parameters, state};
+}
+
+Sharded shard(RandomNet& net, const Draw& draw, const World& world) {
+  const bool hybrids = !draw.placements.shard_axis.empty();
+  const Mesh mesh =
+      hybrids ? Mesh(world, {{"replicate", draw.replicas}, {"shard", world.size / draw.replicas}}) : Mesh(world);
+  ShardOptions options{.units = random_units(net, draw), .initial = draw.broadcast ? Initial::broadcast : Initial::verify};
+  if (draw.annotated) {
+    const auto [parameters, state] = random_annotations(net, draw);
+    return annotate(net, mesh, parameters, state, options);
+  }
+  options.placements = draw.placements;
+  options.layouts = draw.layouts;
+  return fully_shard(net, mesh, options);
+}
+
 Run sharded_run(const Draw& draw, const World& world) {
   Run run;
   const int rank = world.rank.value;
@@ -196,13 +237,7 @@ Run sharded_run(const Draw& draw, const World& world) {
     const torch::NoGradGuard no_grad;
     for (auto& [name, parameter] : net->unique_parameters()) parameter.add_(rank);
   }
-  const bool hybrids = !draw.placements.shard_axis.empty();
-  auto sharded = fully_shard(
-      net, hybrids ? Mesh(world, {{"replicate", draw.replicas}, {"shard", world.size / draw.replicas}}) : Mesh(world),
-      {.placements = draw.placements,
-       .units = random_units(net, draw),
-       .layouts = draw.layouts,
-       .initial = draw.broadcast ? Initial::broadcast : Initial::verify});
+  auto sharded = shard(net, draw, world);
   std::unique_ptr<AdamW> ours;
   std::unique_ptr<torch::optim::Optimizer> theirs;
   if (draw.ours()) {
@@ -303,6 +338,7 @@ TEST(ParityRandom, UpdatesInBackwardCountTheGradientsOfEarlierMicroBatches) {
       draw.ranks = static_cast<int>(1 + seed % 3);
       draw.micros = 3;
       draw.placements = placements;
+      draw.annotated = false;
       draw.updates = Updates::fused_adamw;
       draw.net = {.type = torch::kDouble, .frozen = false, .optional = true};
       draw.unit_share = 1;

@@ -29,6 +29,11 @@ TEST(Units, ByNameSizeAndTogether) {
     EXPECT_EQ(units_with({.units = units_named({"m*"})}), (Names{"(root)", "middle"}));
     EXPECT_EQ(units_with({.units = units_named({"middle", "la?t"})}), (Names{"(root)", "middle", "last"}));
     EXPECT_EQ(units_with({.units = units_of_size(30)}), (Names{"first", "middle", "(root)"}));  // 35, 30 and 18 elements
+    const auto either = [large = units_of_size(31), last = units_named({"l*"})](const std::string& name,
+                                                                                const torch::nn::Module& module) {
+      return large(name, module) || last(name, module);
+    };
+    EXPECT_EQ(units_with({.units = either}), (Names{"first", "(root)", "last"}));
     EXPECT_EQ(units_with({.units = units_named({"*"}), .joined = {"[ml]*"}}), (Names{"first", "middle"}));
   });
 }

@@ -258,8 +258,9 @@ class Engine final : public AccessHandler {
   bool departed_ = false;           // said once that an iteration departed from the schedule
   double clip_ = 1.0;
   double weight_ = 1.0;           // of this rank's gradients in the coming backward
+  bool some_sit_out_ = false;     // some rank has no batch for the coming backward
   bool sits_out_ = false;         // this rank has no batch, and has done its part of this backward
-  bool sat_out_ = false;          // the same of some backward of this step
+  bool irregular_ = false;        // this step's order is not what the next one's is to be compared with
   std::vector<bool> took_part_;   // ranks that had a batch in this step; empty: all
   bool loss_was_scaled_ = false;  // of this backward
   bool watching_ = false;

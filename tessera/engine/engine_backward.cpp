@@ -29,8 +29,16 @@ void Engine::on_gradient(uint32_t index, ParameterIndex p) {
   }
   if (unit.complete) start_another_round(index, p);
   unit.take_gradient(p, weight_);
-  // What is used again later is handed over at the end of backward, so that there is one round of it a backward.
-  if (unit.arrivals == unit.expected && !unit.touched_after_complete && unit.gradients_sharded()) post(index);
+  // What is used again later is handed over at the end of backward, so that there is one round of it a backward; and what
+  // may be, where a rank without a batch would not learn of a second round.
+  if (unit.arrivals == unit.expected && !unit.touched_after_complete && unit.gradients_sharded()) {
+    if (unit.shown || !some_sit_out_) {
+      unit.shown = true;
+      post(index);
+    } else {
+      irregular_ = true;
+    }
+  }
   serve_peers();
 }
 
@@ -125,6 +133,7 @@ void Engine::end_backward() {
   loss_was_scaled_ = false;
   if (arrivals_) ++backwards_;
   hand_over(arrivals_);
+  some_sit_out_ = false;
 }
 
 // The end of a backward: what is not kept for a later one is reduced, if there is anything.

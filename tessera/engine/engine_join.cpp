@@ -34,6 +34,7 @@ bool Engine::join(double samples, DivideBy divide_by) {
   sits_out_ = active > 0 && samples == 0;
   if (active == 0) return false;
   const auto all = static_cast<double>(ranks);
+  some_sit_out_ = active < all;
   if (divide_by == DivideBy::samples) weigh(samples * all / total);
   if (divide_by == DivideBy::active_ranks) weigh(all / active);
   if (sits_out_) sit_out();
@@ -46,7 +47,7 @@ void Engine::sit_out() {
   refuse_replaced();
   refuse_more_gradients();
   training_pass_ = false;
-  sat_out_ = true;  // a step with less in it is no departure from the schedule
+  irregular_ = true;  // a step with less in it is no departure from the schedule
   release_all();
   if (reduction_pending_) make_reduced();
   ++backwards_;
@@ -56,6 +57,7 @@ void Engine::sit_out() {
     unit->expected = unit->count_trainable();
   }
   hand_over(/*arrivals=*/true);
+  some_sit_out_ = false;
 }
 
 void Engine::refuse_if_sitting_out() const {

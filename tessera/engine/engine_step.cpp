@@ -188,7 +188,7 @@ void Engine::finish_step(bool applied) {
     }
     unit->forget_gradients();
   }
-  if (std::exchange(sat_out_, false)) {
+  if (std::exchange(irregular_, false)) {
     schedule_.abandon_iteration();
   } else if (!schedule_.end_iteration() && !departed_) {
     departed_ = true;

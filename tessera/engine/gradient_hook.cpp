@@ -1,10 +1,8 @@
 #include "tessera/engine/gradient_hook.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <cstring>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -103,22 +101,22 @@ void Engine::refuse_more_gradients() {
 
 void Unit::change_gradient(ParameterIndex p, bool as_consumed, const ReducedGradientHook& change) {
   auto& parameter = parameters_[p];
-  const bool shown = parameter.shard.grad().defined();
-  if (as_consumed ? !parameter.has_gradient : !shown) return;
+  if (as_consumed ? !parameter.has_gradient : !parameter.shard.grad().defined()) return;
   const at::NoGradGuard no_grad;
-  const at::Tensor before = as_consumed ? reduced_shard(p) : parameter.shard.grad().detach();
-  at::Tensor part = before;
+  at::Tensor part = as_consumed ? reduced_shard(p) : parameter.shard.grad().detach();
+  if (as_consumed && kept_scale_ != 1) part = part.to(master_type_).mul_(1 / kept_scale_);
+  const at::Tensor before = part;
   change(parameter.name, part);
+  if (!part.defined() || part.sizes() != before.sizes())
+    throw ConfigError(text("on_reduced_gradient: the function replaced the gradient of '", parameter.name, "', which is ",
+                           c10::str(before.sizes()), " on this rank, by ",
+                           part.defined() ? c10::str(part.sizes()) : "an undefined tensor", "; keep its shape"));
+  if (as_consumed) return write_gradient(p, part);
   if (!part.is_same(before)) before.copy_(part);
   const int64_t first = parameter.updated.empty() ? 0 : parameter.updated.front().local;
-  const at::Tensor flat = before.view(-1);
-  const auto elements = [&](const Run& run) { return flat.narrow(0, run.local - first, run.count); };
-  if (as_consumed && !gradients_sharded() && parameter.updated.size() > 1)  // a packed copy was changed
-    for (const Run& run : parameter.updated)
-      std::memcpy(reduced_at(p, run), elements(run).const_data_ptr(), static_cast<size_t>(run.count * gradient_size_));
   parameter.squares = 0;
-  for (const Run& run : parameter.summed) parameter.squares += elements(run).to(at::kDouble).pow(2).sum().item<double>();
-  if (as_consumed && shown) show_gradient_anew(p);
+  for (const Run& run : parameter.summed)
+    parameter.squares += before.view(-1).narrow(0, run.local - first, run.count).to(at::kDouble).pow(2).sum().item<double>();
 }
 
 }  // namespace tessera

@@ -56,6 +56,18 @@ ModuleTree tree_of(const torch::jit::Module& module) {
   return tree;
 }
 
+bool UnitPolicy::operator()(const std::string& name, const torch::nn::Module& module) const {
+  const auto elements_of = [](const torch::nn::Module& of) {
+    int64_t count = 0;
+    for (const auto& parameter : of.parameters()) count += parameter.numel();
+    return count;
+  };
+  Submodule submodule{.name = name, .type = module.name(), .elements = elements_of(module), .plain = &module};
+  for (const auto& child : module.children())
+    submodule.largest_child = std::max(submodule.largest_child, elements_of(*child));
+  return chosen_(submodule);
+}
+
 const torch::nn::Module& UnitPolicy::plain(const Submodule& submodule) {
   if (submodule.plain == nullptr)
     throw ConfigError(text("the unit policy looks at torch::nn::Module, but '", submodule.name,

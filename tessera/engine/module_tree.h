@@ -54,6 +54,7 @@ class UnitPolicy {
 
   explicit operator bool() const { return chosen_ != nullptr; }
   bool operator()(const Submodule& submodule) const { return chosen_(submodule); }
+  bool operator()(const std::string& name, const torch::nn::Module& module) const;  ///< for policies made of others
 
  private:
   static const torch::nn::Module& plain(const Submodule& submodule);  // throws ConfigError if there is none

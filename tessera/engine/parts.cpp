@@ -4,13 +4,13 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_complex.h>
-#include <ATen/ops/view_as_real.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/engine/real_pairs.h"
 
 namespace tessera {
 namespace {
@@ -77,7 +77,6 @@ at::Tensor whole_of(Engine& engine, const ParameterPlace& place, const at::Tenso
                                             : std::vector<Run>{});
     longest = std::max(longest, count_of(runs.back()) * element);
   }
-  // Complex parameters are kept as pairs of reals.
   at::Tensor whole = at::empty(unit.layout().shape(place.parameter), packed.options());
   auto* to = static_cast<std::byte*>(whole.mutable_data_ptr());
   const int64_t size = count_of(runs[static_cast<size_t>(communicator.rank().value)]) * element;
@@ -88,29 +87,24 @@ at::Tensor whole_of(Engine& engine, const ParameterPlace& place, const at::Tenso
                                 std::string(count > 0 ? mine + begin : "", static_cast<size_t>(count)));
     for (size_t r = 0; r < runs.size(); ++r) unpack(blocks[r], begin, runs[r], element, to);
   }
-  if (parameter.tensor.is_complex() && element >= 4) return at::view_as_complex(whole);
-  return whole;
+  // There are no complex numbers of other types: their pairs stay pairs.
+  const bool complex = unit.complex() && (whole.scalar_type() == at::kFloat || whole.scalar_type() == at::kDouble);
+  return complex ? at::view_as_complex(whole) : whole;
 }
 
 at::Tensor part_of(const Engine& engine, const ParameterPlace& place, const at::Tensor& whole) {
   const at::NoGradGuard no_grad;
   const Unit& unit = *engine.units()[place.unit];
   const auto& parameter = unit.parameters()[place.parameter];
-  const auto& pairs = unit.layout().shape(place.parameter);
-  if (!whole.defined() ||
-      (whole.sizes() != unit.shape(place.parameter) && !(parameter.tensor.is_complex() && whole.sizes() == pairs)))
+  const at::Tensor pairs = whole.defined() ? real_pairs(whole) : whole;
+  if (!whole.defined() || pairs.sizes() != unit.layout().shape(place.parameter))
     throw ConfigError(text("parameter '", parameter.name, "' has the shape ",
                            c10::str(c10::IntArrayRef(unit.shape(place.parameter))), ", but what was given is ",
                            whole.defined() ? with_shape(whole) : std::string("undefined")));
-  const at::Tensor reals =
-      parameter.tensor.is_complex() && whole.sizes() != pairs
-          ? at::view_as_real(whole.detach().is_complex() ? whole.detach()
-                                                         : whole.detach().to(parameter.tensor.scalar_type()))
-          : whole.detach();
-  const at::Tensor flat = reals.contiguous().view(-1);
+  const at::Tensor flat = pairs.detach().contiguous().view(-1);
   std::vector<at::Tensor> pieces;
   for (const Run& run : parameter.updated) pieces.push_back(flat.narrow(0, run.begin, run.count));
-  if (pieces.empty()) return at::empty(parameter.shard.sizes(), whole.options());
+  if (pieces.empty()) return at::empty(parameter.shard.sizes(), pairs.options());
   return at::cat(pieces).view(parameter.shard.sizes());
 }
 

@@ -166,6 +166,7 @@ class Unit {
 
   bool complete = false;  ///< all expected gradients of this backward are posted
   bool touched_after_complete = false;
+  bool shown = false;          ///< a backward of all ranks has shown whether it is touched after it was complete
   bool updated = false;        ///< its parameters changed when its gradients were reduced
   bool shard_written = false;  ///< an operator wrote to a shard since the last step
   int holders = 0;             ///< scopes that keep it gathered
