@@ -152,5 +152,25 @@ TEST(Cases, B30GradientsDividedByAnotherNumber) {
       {4});
 }
 
+// Computed in fp32, summed over ranks in fp32, and kept in bf16: one rounding.
+TEST(Cases, GradientsOfFp32KeptInBf16) {
+  for_every_placement(
+      [](const World& world, const Placements& placements) {
+        if (placements.gradient == Placement::replicated) return;
+        auto net = common_net(), plain = common_net();
+        auto options = net_s_options(placements);
+        options.precision.gradient = torch::kBFloat16;
+        auto sharded = fully_shard(net, mesh_for(world, placements), options);
+        net_s_loss(net, world, 0).backward();
+        for (int rank = 0; rank < world.size; ++rank)
+          net_s_loss(plain, World{.rank = Rank(rank), .size = world.size}, 0).backward();
+        for (const auto& [name, gradient] : sharded.full_gradients()) {
+          const auto mean = plain->named_parameters()[name].grad() / world.size;
+          EXPECT_TRUE(torch::equal(gradient.to(torch::kFloat), mean.to(torch::kBFloat16).to(torch::kFloat))) << name;
+        }
+      },
+      {1, 2, 4});
+}
+
 }  // namespace
 }  // namespace tessera::test

@@ -171,6 +171,32 @@ TEST(CasesUses, AModuleThatIsNeverCalledAndAStepWithoutTheModel) {
   }));
 }
 
+// Nothing of the model is used on one rank in one step, as when its batch is empty: our AdamW's step takes part all the
+// same.
+TEST(CasesUses, ARankWithoutAnyGradient) {
+  const auto loss = [](Four& net, int64_t step, int rank) {
+    const Tensor x = samples(step, rank);
+    return step == 1 && rank == 1 ? x.requires_grad_(true).sum() : error(net(x), step, rank);
+  };
+  for_every_placement(
+      [&](const World& world, const Placements& placements) {
+        Four net, plain;
+        auto sharded = fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = named({"a", "c"})});
+        AdamW ours(sharded, {.lr = 0.02, .eps = 1e-3});
+        torch::optim::AdamW alone(plain->parameters(), torch::optim::AdamWOptions(0.02).eps(1e-3));
+        for (int64_t step = 0; step < 4; ++step) {
+          loss(net, step, world.rank.value).backward();
+          for (int rank = 0; rank < world.size; ++rank) (loss(plain, step, rank) / world.size).backward();
+          ours.step();
+          ours.zero_grad();
+          alone.step();
+          alone.zero_grad();
+        }
+        expect_close(sharded.full_parameters(), parameters_of(*plain), "the parameter");
+      },
+      {2, 3});
+}
+
 // A unit of two modules, one of which runs in parts with a backward each, and one now and then.
 TEST(CasesUses, PartOfAJoinedUnitRunsByItself) {
   auto loop = four([](Four& net, int64_t step, int rank) {

@@ -154,8 +154,9 @@ void say_that_others_stay_behind(const std::vector<UnitSpec>& units) {
   for (const auto& unit : units)
     for (const auto& parameter : unit.parameters) {
       const at::Tensor& tensor = parameter.tensor;
-      if (tensor.key_set().has(c10::DispatchKey::DeferredInit) || tensor.numel() == 0 || tensor.storage().use_count() < 2)
-        continue;
+      if (tensor.key_set().has(c10::DispatchKey::DeferredInit) || tensor.numel() == 0) continue;
+      const size_t own = tensor.is_view() ? 2 : 1;  // what a view was made from lives on in it
+      if (tensor.storage().use_count() <= own) continue;
       std::fprintf(stderr,
                    "tessera: another tensor shares the memory of parameter '%s'; it keeps the values of now, and gradients "
                    "through it are those of these values. If the model computes with it, make that view in forward "
