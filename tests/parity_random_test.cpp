@@ -58,6 +58,8 @@ struct Draw {
   bool drop;       ///< before each step, gradients of other samples that are dropped
   bool evaluate;   ///< passes without gradients before and after each update
   bool broadcast;  ///< only rank 0 has the right initial values
+  bool kept;       ///< units stay gathered after forward
+  int64_t resident_below = 0;
   bool annotated;  ///< each parameter has its own placement, drawn too, instead of `placements` and `layouts`
 };
 
@@ -87,6 +89,8 @@ Draw::Draw(uint64_t drawn) : seed(drawn) {
   // an unusual order.
   net.frozen = !(fused() && net.optional) && draw(0, 1) == 0;
   annotated = draw(0, 3) == 0;
+  kept = draw(0, 3) == 0;
+  if (draw(0, 3) == 0) resident_below = draw(2, 40);
 }
 
 uint64_t Draw::without(int step, int micro, int rank) const {
@@ -106,7 +110,9 @@ std::string Draw::description() const {
               kUpdates[static_cast<int>(updates)], ", ", net.type == torch::kDouble ? "fp64" : "fp32", ", ", micros,
               " micro-batches", hold_all ? " (all held)" : "", drop ? ", others dropped" : "",
               clip ? text(", clipped to ", *clip) : "", ", units ", unit_share, evaluate ? ", evaluated" : "",
-              broadcast ? ", broadcast" : "", "; ", RandomNet(seed, net)->description());
+              broadcast ? ", broadcast" : "", kept ? ", kept after forward" : "",
+              resident_below > 0 ? text(", resident below ", resident_below) : "", "; ",
+              RandomNet(seed, net)->description());
 }
 
 std::unique_ptr<torch::optim::Optimizer> torch_optimizer(Updates updates, const std::vector<Tensor>& parameters) {
@@ -220,12 +226,14 @@ Sharded shard(RandomNet& net, const Draw& draw, const World& world) {
   const Mesh mesh =
       hybrids ? Mesh(world, {{"replicate", draw.replicas}, {"shard", world.size / draw.replicas}}) : Mesh(world);
   ShardOptions options{.units = random_units(net, draw), .initial = draw.broadcast ? Initial::broadcast : Initial::verify};
+  options.reshard_after_forward = !draw.kept;
   if (draw.annotated) {
     const auto [parameters, state] = random_annotations(net, draw);
     return annotate(net, mesh, parameters, state, options);
   }
   options.placements = draw.placements;
   options.layouts = draw.layouts;
+  options.resident_below = draw.resident_below;
   return fully_shard(net, mesh, options);
 }
 

@@ -279,6 +279,28 @@ TEST(AfterForward, KeptUnitsOfEvaluationAndAccumulation) {
   });
 }
 
+TEST(AfterForward, SmallParametersAreResident) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    auto net = common_net();
+    auto options = net_s_options(placements);
+    options.resident_below = 6;  // the biases
+    options.layouts = {{"*.bias", per_parameter()}};
+    auto sharded = fully_shard(net, mesh_for(world, placements), options);
+    torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
+    expect_sgd_steps(net, sharded, optimizer, world);
+    const std::string schedule = sharded.schedule();
+    if (placements.parameter == Placement::replicated) return EXPECT_EQ(count(schedule, "(resident)"), 0) << schedule;
+    EXPECT_EQ(count(schedule, "gather"), 2 * 2 + 1) << schedule;
+    const auto& units = sharded.engine().units();
+    const auto resident = std::find_if(units.begin(), units.end(), [](const auto& u) { return u->name() == "(resident)"; });
+    ASSERT_NE(resident, units.end());
+    EXPECT_EQ((*resident)->parameter_bytes().value, (*resident)->layout().total().value * 4);
+    if (world.size > 1) {
+      EXPECT_LT((*resident)->updated_elements(), (*resident)->layout().total().value);
+    }
+  });
+}
+
 TEST(AfterForward, TheSecondaryPartitionIsBitEqualToZero3) {
   on_ranks(4, [](World world) {
     const auto train = [&](const Mesh& mesh, const ReshardAfterForward& reshard, bool fused) {

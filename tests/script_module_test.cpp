@@ -1,10 +1,10 @@
 // TorchScript models, as torch::jit::load returns them, against themselves unsharded.
 #include <gtest/gtest.h>
-#include <torch/script.h>
 #include <torch/csrc/jit/codegen/fuser/interface.h>
 #include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 #include <torch/csrc/jit/runtime/graph_executor.h>
 #include <torch/csrc/jit/runtime/profiling_graph_executor_impl.h>
+#include <torch/script.h>
 
 #include <map>
 #include <optional>

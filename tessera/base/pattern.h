@@ -6,9 +6,9 @@
 
 namespace tessera {
 
-/// Does `name` match `pattern`: `*` any characters (dots too), `?` one, `[…]` one of a set?
+/// Does `name` match `pattern`: `*` any characters (dots too), `?` one, `[…]` one of a set, `@(a|b)` one of several patterns?
 inline bool matches(const std::string& pattern, const std::string& name) {
-  return fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
+  return fnmatch(pattern.c_str(), name.c_str(), FNM_EXTMATCH) == 0;
 }
 
 }  // namespace tessera

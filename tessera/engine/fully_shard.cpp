@@ -23,6 +23,7 @@ namespace tessera {
 namespace {
 
 constexpr const char* kRoot = "(root)";
+constexpr const char* kResident = "(resident)";
 
 // The dotted names of modules that are units, the root's being "", with the name of the unit that each belongs to: its own,
 // or the first of those that it is joined with.
@@ -100,7 +101,7 @@ bool is_ignored(const std::string& name, const std::vector<std::string>& pattern
 }
 
 void keep_after_forward(std::vector<UnitSpec>& units, const ShardOptions& options) {
-  for (auto& unit : units) unit.kept_after_forward = !options.reshard_after_forward.release;
+  for (auto& unit : units) unit.kept_after_forward = unit.rule.resident || !options.reshard_after_forward.release;
   for (const auto& pattern : options.kept) {
     bool found = false;
     for (auto& unit : units)
@@ -124,8 +125,8 @@ std::vector<UnitSpec> collect(const ModuleTree& model, const ShardOptions& optio
     if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
     if (is_ignored(name, options.ignored, ignored)) continue;
     check_parameter(name, tensor, storages);
-    const std::string unit = unit_of(name, names);
     const Rule rule = rules.of(name, tensor);
+    const std::string unit = rule.resident ? kResident : unit_of(name, names);
     const std::string kind = rules.name(rule);
     const auto [found, fresh] = index_of.emplace(std::tuple(unit, tensor.scalar_type(), kind), units.size());
     if (fresh) {
@@ -258,10 +259,17 @@ Rules rules_of(const ShardOptions& options, const Mesh& mesh) {
   const auto counts = std::make_shared<std::vector<int>>(options.layouts.size(), 0);
   std::string words = text("placement ", name_of(placements));
   for (const auto& choice : options.layouts) words += text(", layout of '", choice.pattern, "' ", name_of(choice.layout));
-  const Division division(placements, mesh);
+  if (options.resident_below < 0)
+    throw ConfigError(text("resident_below must be 0 or more elements, but is ", options.resident_below));
+  Placements whole = placements;
+  whole.parameter = Placement::replicated;
+  const Division division(placements, mesh), division_of_whole(whole, mesh);
   return {.of =
-              [=](const std::string& name, const at::Tensor&) {
-                return Rule{placements, division, layout_of(name, options.layouts, *counts)};
+              [=](const std::string& name, const at::Tensor& parameter) {
+                const LayoutKind layout = layout_of(name, options.layouts, *counts);
+                const bool resident =
+                    placements.parameter == Placement::sharded && parameter.numel() < options.resident_below;
+                return resident ? Rule{whole, division_of_whole, layout, true} : Rule{placements, division, layout};
               },
           .name = [](const Rule& rule) { return name_of(rule.layout); },
           .check_used = [=] { check_counts(options.layouts, *counts); },

@@ -47,6 +47,9 @@ struct ShardOptions {
   /// with two, for zero3: they are kept along that axis after forward, so that the gathers of backward stay inside such a
   /// group (the secondary partition of ZeRO++, Wang et al. 2023, section 3.2); every group holds a copy of the parameters.
   ReshardAfterForward reshard_after_forward = true;
+  /// Parameters with fewer elements than this are whole on every rank, where parameters are sharded, and are gathered once a
+  /// step; their gradients and optimizer state stay sharded. They are one unit, "(resident)" (ZeRO's persistence threshold).
+  int64_t resident_below = 0;
   /// Units whose names match one of these patterns stay gathered from forward to backward in any case; "(root)" is the root.
   std::vector<std::string> kept = {};
   Precision precision = {};

@@ -53,6 +53,7 @@ struct Rule {
   Placements placements;
   Division division;
   LayoutKind layout;
+  bool resident = false;  ///< small, so that it stays gathered; in a unit with others of the kind
 };
 
 /// What the specs of a parameter and of its optimizer state say: whole parameters and whole state are ddp, whole parameters
