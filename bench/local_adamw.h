@@ -44,7 +44,8 @@ class LocalAdamW {
                  {.master = static_cast<float*>(parameter.mutable_data_ptr()) + part.begin,
                   .exp_avg = first,
                   .exp_avg_sq = first + second_moments_,
-                  .element = Element::float32},
+                  .element = Element::float32,
+                  .moment_element = Element::float32},
                  part.count);
     parameter.mutable_grad() = at::Tensor();
   }

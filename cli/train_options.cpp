@@ -109,7 +109,7 @@ void check_sharding(const TrainOptions& options) {
   require_choice("placement", options.placement, {"ddp", "zero1", "zero2", "zero3"});
   if (options.units != "model" && blocks_a_unit(options) == 0)
     throw ConfigError(text("option units must be block, model or a number of blocks from 1, but is '", options.units, "'",
-                           did_you_mean(options.units, {"block", "model"})));
+                           did_you_mean(options.units, std::vector<std::string>{"block", "model"})));
   require_choice("kept", options.kept, {"nothing", "root", "all"});
   require_choice("dtype", options.dtype, {"fp32", "bf16"});
   require_choice("compare", options.compare, {"", "unsharded"});
