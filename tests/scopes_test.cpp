@@ -19,6 +19,19 @@ std::map<std::string, Tensor> values_of(const Sharded& sharded) {
   return values;
 }
 
+void expect_values_of(const NetS& plain, const Sharded& sharded) {
+  const auto values = values_of(sharded);
+  for (const auto& item : plain->named_parameters())
+    EXPECT_TRUE(torch::allclose(values.at(item.key()), item.value().detach(), 1e-5, 1e-6)) << item.key();
+}
+
+void step_both(torch::optim::Optimizer& one, torch::optim::Optimizer& other) {
+  for (auto* each : {&one, &other}) {
+    each->step();
+    each->zero_grad();
+  }
+}
+
 float* address_of(const Tensor& parameter) { return static_cast<float*>(parameter.unsafeGetTensorImpl()->mutable_data()); }
 
 int count(const std::string& text, const std::string& word) {
@@ -127,14 +140,9 @@ TEST(Edit, IsKeptHoweverItIsWritten) {
     for (int64_t s = 0; s < 2; ++s) {
       net_s_loss(net, world, s).backward();
       net_s_loss(plain, alone, s).backward();
-      for (auto* each : {&optimizer, &unsharded}) {
-        each->step();
-        each->zero_grad();
-      }
+      step_both(optimizer, unsharded);
     }
-    const auto values = values_of(sharded);
-    for (const auto& item : plain->named_parameters())
-      EXPECT_TRUE(torch::allclose(values.at(item.key()), item.value().detach(), 1e-5, 1e-6)) << item.key();
+    expect_values_of(plain, sharded);
   });
 }
 
@@ -268,14 +276,9 @@ TEST(AfterForward, KeptUnitsOfEvaluationAndAccumulation) {
       evaluate();  // between forward and backward
       loss.backward();
       for (int64_t s : {2 * step, 2 * step + 1}) (net_s_loss(plain, alone, s) / 2).backward();
-      for (auto* each : {&optimizer, &unsharded}) {
-        each->step();
-        each->zero_grad();
-      }
+      step_both(optimizer, unsharded);
     }
-    const auto values = values_of(sharded);
-    for (const auto& item : plain->named_parameters())
-      EXPECT_TRUE(torch::allclose(values.at(item.key()), item.value().detach(), 1e-5, 1e-6)) << item.key();
+    expect_values_of(plain, sharded);
   });
 }
 
