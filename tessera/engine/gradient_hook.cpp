@@ -81,7 +81,7 @@ void Engine::on_reduced_gradient(const std::string& pattern, ReducedGradientHook
 void Engine::call_gradient_hooks() {
   if (hooks_.empty() || accumulating_ > 0 || std::exchange(hooks_called_, true)) return;
   for (const auto& hooked : hooks_)
-    for (const auto& [u, p] : hooked.parameters) units_[u]->change_gradient(p, consumer_ != nullptr, hooked.hook);
+    for (const auto& [u, p] : hooked.parameters) units_[u]->change_gradient(p, hooked.hook);
 }
 
 // Before more gradients are added to those of this step.
@@ -97,26 +97,6 @@ void Engine::refuse_more_gradients() {
              "taken or they were clipped or read, and now a backward would add to them; do that after the last "
              "backward of the step, or drop the gradients (set to none) first"));
   hooks_called_ = false;
-}
-
-void Unit::change_gradient(ParameterIndex p, bool as_consumed, const ReducedGradientHook& change) {
-  auto& parameter = parameters_[p];
-  if (as_consumed ? !parameter.has_gradient : !parameter.shard.grad().defined()) return;
-  const at::NoGradGuard no_grad;
-  at::Tensor part = as_consumed ? reduced_shard(p) : parameter.shard.grad().detach();
-  if (as_consumed && kept_scale_ != 1) part = part.to(master_type_).mul_(1 / kept_scale_);
-  const at::Tensor before = part;
-  change(parameter.name, part);
-  if (!part.defined() || part.sizes() != before.sizes())
-    throw ConfigError(text("on_reduced_gradient: the function replaced the gradient of '", parameter.name, "', which is ",
-                           c10::str(before.sizes()), " on this rank, by ",
-                           part.defined() ? c10::str(part.sizes()) : "an undefined tensor", "; keep its shape"));
-  if (as_consumed) return write_gradient(p, part);
-  if (!part.is_same(before)) before.copy_(part);
-  const int64_t first = parameter.updated.empty() ? 0 : parameter.updated.front().local;
-  parameter.squares = 0;
-  for (const Run& run : parameter.summed)
-    parameter.squares += before.view(-1).narrow(0, run.local - first, run.count).to(at::kDouble).pow(2).sum().item<double>();
 }
 
 }  // namespace tessera

@@ -88,7 +88,7 @@ Named Sharded::local_gradients() const {
   for (const auto& place : places_of(*engine_)) {
     const auto& parameter = parameter_at(*engine_, place);
     const at::Tensor& gradient = parameter.shard.grad();
-    gradients.emplace_back(parameter.name, gradient.defined() ? gradient * engine_->gradient_factor() : at::Tensor());
+    gradients.emplace_back(parameter.name, gradient.defined() ? gradient.clone() : gradient);
   }
   return gradients;
 }
