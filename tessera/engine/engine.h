@@ -187,6 +187,9 @@ class Engine final : public AccessHandler {
   void note(StepKind kind, uint32_t unit);
 
   void watch_gradients();
+  void watch_missing_gradients();
+  void on_missing_gradient(UnitParameter& parameter);
+  int32_t take_looks();
   void refuse_hooks_with(const GradientConsumer* consumer) const;
   void call_gradient_hooks();
   void refuse_more_gradients();
@@ -265,6 +268,7 @@ class Engine final : public AccessHandler {
   std::string first_non_finite_;
   Traffic traffic_;
   int unwinding_ = 0;
+  std::shared_ptr<Engine*> self_ = std::make_shared<Engine*>(this);  // null once it is gone, for shards that outlive it
 };
 
 }  // namespace tessera

@@ -22,6 +22,7 @@ constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
 struct StepFacts {
   int64_t step;
   int32_t backwards;
+  int32_t looks;                     // for gradients where there were none, since the step before
   uint32_t bad_unit, bad_parameter;  // first with a gradient that is not finite, or kNone
   double loss_scale;
 };
@@ -53,7 +54,8 @@ StepFacts facts_of(const std::vector<std::unique_ptr<Unit>>& units, StepFacts fa
 
 bool Engine::agree_on_step() {
   const int32_t backwards = std::max(1, backwards_);  // a rank without any takes part with nothing
-  StepFacts first_bad{step_, backwards, kNone, kNone, scaler_.scale()};
+  const int32_t looks = take_looks();
+  StepFacts first_bad{step_, backwards, looks, kNone, kNone, scaler_.scale()};
   std::string mine = packed(facts_of(units_, first_bad));
   for (const auto& unit : units_) mine += unit->any_gradient() ? '1' : '0';
   const auto answers = communicator_->all_gather(text("optimizer step ", step_), mine);
@@ -64,6 +66,13 @@ bool Engine::agree_on_step() {
     const auto facts = unpacked<StepFacts>(answer);
     for (size_t u = 0; u < units_.size(); ++u)
       updated_anywhere_[u] = updated_anywhere_[u] || answer.at(sizeof(StepFacts) + u) == '1';
+    if (facts.looks != looks)
+      throw AgreementError(text("step ", step_, ": since the step before, rank ", r, " has looked ", facts.looks,
+                                " times for gradients of its shards where there were none, rank ",
+                                communicator_->rank().value, " ", looks,
+                                " times. An optimizer's step that finds none on one rank takes no part in the step of the "
+                                "others, so gradients of different steps were added. Where a rank may have none, call "
+                                "Sharded::step(optimizer) instead of optimizer.step(), or Sharded::join"));
     if (facts.backwards != backwards)
       throw AgreementError(text("step ", step_, ": rank ", r, " handed over the gradients of ", facts.backwards,
                                 " backwards, rank ", communicator_->rank().value, " of ", backwards,

@@ -3,12 +3,14 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/pattern.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/engine.h"
+#include "tessera/engine/gradient_watch.h"
 
 namespace tessera {
 
@@ -54,6 +56,31 @@ void Engine::watch_gradients() {
   }
 }
 
+void Engine::watch_missing_gradients() {
+  for (const auto& unit : units_)
+    for (auto& parameter : unit->parameters())
+      watch_missing_gradient(parameter.shard, [self = self_, &parameter] {
+        if (*self != nullptr) (*self)->on_missing_gradient(parameter);
+      });
+}
+
+// An optimizer of torch's that finds no gradient does nothing else: only by this look is a step known that this rank took
+// without any, and in which it did not take part.
+void Engine::on_missing_gradient(UnitParameter& parameter) {
+  if (consumer_ != nullptr || phase_ == Phase::backward || (rounds_ > 0 && phase_ != Phase::stepping)) return;
+  for (const auto& unit : units_)
+    for (const auto& each : unit->parameters())
+      if (each.gradient().defined()) return;
+  ++parameter.looks;
+}
+
+int32_t Engine::take_looks() {
+  int32_t most = 0;
+  for (const auto& unit : units_)
+    for (auto& parameter : unit->parameters()) most = std::max(most, std::exchange(parameter.looks, 0));
+  return most;
+}
+
 void Engine::refuse_hooks_with(const GradientConsumer* consumer) const {
   if (hooks_.empty() || consumer == nullptr || !consumer->fuses_reduction()) return;
   throw ConfigError(
@@ -89,7 +116,7 @@ void Engine::refuse_more_gradients() {
   if (!hooks_called_) return;
   bool dropped = consumer_ == nullptr;  // with torch's zero_grad, of which nobody tells
   for (const auto& unit : units_)
-    for (const auto& parameter : unit->parameters()) dropped &= !parameter.shard.grad().defined();
+    for (const auto& parameter : unit->parameters()) dropped &= !parameter.gradient().defined();
   if (!dropped)
     throw GuardError(
         text("step ", step_,

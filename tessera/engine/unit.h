@@ -62,6 +62,10 @@ struct UnitParameter {
   /// The shard's .grad when it was last reduced, measured or changed here, and its version (of in-place operators) then.
   ShownGradient shown{at::Tensor().getIntrusivePtr()};
   int64_t shown_version = 0;
+  int32_t looks = 0;  ///< times that .grad of the shard was asked for, and no parameter had any, since the step before
+
+  /// The shard's .grad. Asked for so, it isn't taken for an optimizer's look.
+  const at::Tensor& gradient() const { return shard.mutable_grad(); }
 };
 
 /// One unit's state on this rank and the ways to move it. Knows what to do, not when.

@@ -31,7 +31,7 @@ at::Tensor Unit::readable_by_peers(const at::Tensor& gradient, ParameterIndex p)
 void Unit::keep_staged_sum(ParameterIndex p) {
   auto& parameter = parameters_[p];
   const int64_t at = layout_.offset(p).value * layout_.element_size();
-  if (!parameter.shard.grad().defined() || !parameter.sum.defined() || parameter.sum.data_ptr() != staging_area_.get() + at)
+  if (!parameter.gradient().defined() || !parameter.sum.defined() || parameter.sum.data_ptr() != staging_area_.get() + at)
     return;
   const bool shown_in_place = shows_reduced(p);
   parameter.sum = at::from_blob(sums_area_.get() + at, parameter.sum.sizes(), parameter.sum.options()).copy_(parameter.sum);
@@ -98,7 +98,7 @@ void Unit::reduce(double scale, GradientConsumer* consumer, int64_t step) {
       if (r != communicator_.rank().value) reduced_bytes += count_of(parameter.summed) * layout_.element_size();
     }
     if (sources.empty()) {  // no rank used it: it has no gradient, which is not the same as zero
-      if (consumer == nullptr || !parameter.has_gradient || !parameter.shard.grad().defined()) continue;
+      if (consumer == nullptr || !parameter.has_gradient || !parameter.gradient().defined()) continue;
       take_in_shown(p, step);
       parameter.partial = division_.shares_sums();
       consume_sum(p, *consumer, step);  // of earlier rounds
@@ -116,7 +116,7 @@ void Unit::reduce(double scale, GradientConsumer* consumer, int64_t step) {
 void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double scale, GradientConsumer* consumer,
                             int64_t step) {
   auto& parameter = parameters_[p];
-  const bool accumulate = parameter.shard.grad().defined() || parameter.partial;
+  const bool accumulate = parameter.gradient().defined() || parameter.partial;
   parameter.partial = division_.shares_sums();
   if (!gradients_sharded()) prepare_sum(p, accumulate);
   // Where several ranks update the same elements, they need each other's sums. All must use the same: where sums are
@@ -250,14 +250,14 @@ bool Unit::take_back() {
 
 bool Unit::any_gradient() const {
   for (const auto& parameter : parameters_)
-    if (parameter.has_gradient || parameter.shard.grad().defined()) return true;
+    if (parameter.has_gradient || parameter.gradient().defined()) return true;
   return false;
 }
 
 void Unit::forget_gradients() {
   for (auto& parameter : parameters_) {
     // A gradient that was not set to zero or none stays, as in torch: the next backward adds to it.
-    parameter.has_gradient = parameter.shard.grad().defined();
+    parameter.has_gradient = parameter.gradient().defined();
     parameter.partial = false;
     if (parameter.has_gradient) continue;
     parameter.squares = 0;

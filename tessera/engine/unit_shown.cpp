@@ -31,7 +31,7 @@ at::Tensor Unit::reduced_shard(ParameterIndex p) const {
 
 bool Unit::shows_reduced(ParameterIndex p) const {
   const auto& parameter = parameters_[p];
-  const at::Tensor& shown = parameter.shard.grad();
+  const at::Tensor& shown = parameter.gradient();
   if (!shown.defined() || shown.layout() != at::kStrided || shown.scalar_type() != gradient_type_ ||
       shown.sizes() != parameter.shard.sizes() || !shown.is_contiguous())
     return false;
@@ -42,14 +42,14 @@ bool Unit::shows_reduced(ParameterIndex p) const {
 
 void Unit::note_shown(ParameterIndex p) {
   auto& parameter = parameters_[p];
-  const at::Tensor& shown = parameter.shard.grad();
+  const at::Tensor& shown = parameter.gradient();
   parameter.shown = ShownGradient(shown.getIntrusivePtr());
   parameter.shown_version = shown.defined() && !shown.is_inference() ? static_cast<int64_t>(shown._version()) : 0;
 }
 
 bool Unit::changed_since_shown(ParameterIndex p) const {
   const auto& parameter = parameters_[p];
-  const at::Tensor& shown = parameter.shard.grad();
+  const at::Tensor& shown = parameter.gradient();
   if (!shown.defined()) return parameter.squares != 0;  // dropped
   if (shown.is_inference()) return true;                // has no versions
   return parameter.shown.lock().get() != shown.unsafeGetTensorImpl() ||
@@ -76,7 +76,7 @@ void Unit::show_gradient_anew(ParameterIndex p) {
 at::Tensor Unit::shown_gradient(ParameterIndex p) const {
   const at::NoGradGuard no_grad;
   const auto& parameter = parameters_[p];
-  const at::Tensor& shown = parameter.shard.grad();
+  const at::Tensor& shown = parameter.gradient();
   if (!shown.defined()) return shown;
   if (shown.sizes() != parameter.shard.sizes() || shown.layout() != at::kStrided || !shown.is_floating_point() ||
       !shown.is_cpu() || !trainable_type(working_type_))
@@ -98,7 +98,7 @@ void Unit::write_reduced(ParameterIndex p, const at::Tensor& values) {
 }
 
 void Unit::refuse_change_of_partial(ParameterIndex p, int64_t step) const {
-  if (!parameters_[p].partial || !parameters_[p].shard.grad().defined() || !changed_since_shown(p)) return;
+  if (!parameters_[p].partial || !parameters_[p].gradient().defined() || !changed_since_shown(p)) return;
   throw GuardError(text("the .grad of parameter '", parameters_[p].name, "' (unit '", name_, "', rank ",
                         communicator_.rank().value, ") was changed between micro-batches of step ", step,
                         ", while its gradients wait to be summed over the ranks that share this part; change it before the "
@@ -107,7 +107,7 @@ void Unit::refuse_change_of_partial(ParameterIndex p, int64_t step) const {
 
 void Unit::take_in_shown(ParameterIndex p, int64_t step) {
   auto& parameter = parameters_[p];
-  if (!parameter.shard.grad().defined()) return;
+  if (!parameter.gradient().defined()) return;
   refuse_change_of_partial(p, step);
   if (parameter.partial) return;
   if (!shows_reduced(p)) {
@@ -140,7 +140,7 @@ void Unit::measure_changed() {
 
 void Unit::refuse_changed(int64_t step) const {
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
-    if (!parameters_[p].shard.grad().defined() || (parameters_[p].has_gradient && !changed_since_shown(p))) continue;
+    if (!parameters_[p].gradient().defined() || (parameters_[p].has_gradient && !changed_since_shown(p))) continue;
     throw GuardError(text("the .grad of parameter '", parameters_[p].name, "' (unit '", name_, "', rank ",
                           communicator_.rank().value, ") was set or changed after backward (step ", step,
                           "), but with fused_reduction its gradients had been used then; construct the optimizer without "
@@ -168,7 +168,7 @@ void Unit::write_gradient(ParameterIndex p, const at::Tensor& values) {
 void Unit::clamp_gradients(double limit) {
   const at::NoGradGuard no_grad;
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
-    if (!parameters_[p].shard.grad().defined()) continue;
+    if (!parameters_[p].gradient().defined()) continue;
     parameters_[p].shard.mutable_grad().clamp_(-limit, limit);
     measure(p);
   }
@@ -178,7 +178,7 @@ void Unit::scale_gradients(double factor) {
   const at::NoGradGuard no_grad;
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
     auto& parameter = parameters_[p];
-    if (!parameter.shard.grad().defined()) continue;
+    if (!parameter.gradient().defined()) continue;
     parameter.shard.mutable_grad().mul_(factor);
     parameter.squares *= factor * factor;
     note_shown(p);
@@ -187,9 +187,9 @@ void Unit::scale_gradients(double factor) {
 
 void Unit::change_gradient(ParameterIndex p, const ReducedGradientHook& change) {
   auto& parameter = parameters_[p];
-  if (!parameter.shard.grad().defined()) return;
+  if (!parameter.gradient().defined()) return;
   const at::NoGradGuard no_grad;
-  const at::Tensor before = parameter.shard.grad().detach();
+  const at::Tensor before = parameter.gradient().detach();
   at::Tensor part = before;
   change(parameter.name, part);
   if (!part.defined() || part.sizes() != before.sizes())
