@@ -35,10 +35,12 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings&
     units_.push_back(std::make_unique<Unit>(std::move(spec), index, settings.precision, *communicator_, *this));
   }
   watch_gradients();
+  watch_missing_gradients();
   tell_units_loss_scale();
 }
 
 Engine::~Engine() {
+  *self_ = nullptr;
   for (const auto& unit : units_)
     for (const auto& parameter : unit->parameters()) GradientHook::take_away(*this, parameter.tensor);
   if (std::uncaught_exceptions() > unwinding_) communicator_->fail("an exception ended it");
@@ -225,7 +227,7 @@ void Engine::refuse_unconsumed() const {
   if (!unconsumed_ || accumulating_ > 0) return;
   bool shown = reduction_pending_ || (consumer_ != nullptr && consumer_->fuses_reduction());
   for (const auto& unit : units_)
-    for (const auto& parameter : unit->parameters()) shown |= parameter.shard.grad().defined();
+    for (const auto& parameter : unit->parameters()) shown |= parameter.gradient().defined();
   if (!shown) return;  // they were dropped on purpose
   throw GuardError(text("the gradients of step ", step_,
                         " were reduced, but no optimizer used them. Build the optimizer from the shards "
@@ -245,7 +247,7 @@ void Engine::say_that_gradients_add_up() const {
   const at::NoGradGuard no_grad;
   for (const auto& unit : units_)
     for (const auto& parameter : unit->parameters()) {
-      const at::Tensor& gradient = parameter.shard.grad();
+      const at::Tensor& gradient = parameter.gradient();
       if (!gradient.defined() || !gradient.any().item<bool>()) continue;
       std::fprintf(
           stderr,

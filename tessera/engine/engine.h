@@ -131,10 +131,8 @@ class Engine final : public AccessHandler {
   void write_gradient_parts(const std::vector<NewValues>& all);
   /// The same with whole gradients, the same on all ranks.
   void write_gradients(const std::vector<NewValues>& all);
-  /// Reduces what waits for that. This rank's part of each parameter's gradient is then its shard's .grad, times
-  /// `gradient_factor`. Collective.
+  /// Reduces what waits for that. This rank's part of each parameter's gradient is then its shard's .grad. Collective.
   void show_gradients();
-  double gradient_factor() const { return consumer_ != nullptr ? clip_ : 1.0; }
   const ModuleBuffers* buffers() const { return buffers_.get(); }
   /// Takes over the values of parameters that were replaced since they were sharded. Collective.
   void adopt();
@@ -189,6 +187,9 @@ class Engine final : public AccessHandler {
   void note(StepKind kind, uint32_t unit);
 
   void watch_gradients();
+  void watch_missing_gradients();
+  void on_missing_gradient(UnitParameter& parameter);
+  int32_t take_looks();
   void refuse_hooks_with(const GradientConsumer* consumer) const;
   void call_gradient_hooks();
   void refuse_more_gradients();
@@ -248,25 +249,26 @@ class Engine final : public AccessHandler {
   int32_t rounds_ = 0;     // times that gradients were handed over since the last step
   int32_t backwards_ = 0;  // that brought gradients since the last step
   int accumulating_ = 0;
-  bool training_pass_ = false;      // the present pass records gradients, so its steps belong to the schedule
-  bool arrivals_ = false;           // some gradient came in this backward
-  bool nested_ended_ = false;       // a backward inside the present one has ended
-  bool local_pending_ = false;      // gradients of accumulated backwards lie in the module's tensors
-  bool reduction_pending_ = false;  // posted, and left for the optimizer to reduce
-  bool sums_pending_ = false;       // sharded gradients are summed, and not exchanged between the ranks of one part
-  bool unconsumed_ = false;         // gradients wait for a step
-  bool departed_ = false;           // said once that an iteration departed from the schedule
-  double clip_ = 1.0;
-  double weight_ = 1.0;           // of this rank's gradients in the coming backward
-  bool some_sit_out_ = false;     // some rank has no batch for the coming backward
-  bool sits_out_ = false;         // this rank has no batch, and has done its part of this backward
-  bool irregular_ = false;        // this step's order is not what the next one's is to be compared with
-  std::vector<bool> took_part_;   // ranks that had a batch in this step; empty: all
-  bool loss_was_scaled_ = false;  // of this backward
+  bool training_pass_ = false;          // the present pass records gradients, so its steps belong to the schedule
+  bool arrivals_ = false;               // some gradient came in this backward
+  bool nested_ended_ = false;           // a backward inside the present one has ended
+  bool local_pending_ = false;          // gradients of accumulated backwards lie in the module's tensors
+  bool reduction_pending_ = false;      // posted, and left for the optimizer to reduce
+  bool sums_pending_ = false;           // sharded gradients are summed, and not exchanged between the ranks of one part
+  bool unconsumed_ = false;             // gradients wait for a step
+  bool departed_ = false;               // said once that an iteration departed from the schedule
+  std::vector<bool> updated_anywhere_;  // by unit: some rank has a gradient for it in the step that was agreed on
+  double weight_ = 1.0;                 // of this rank's gradients in the coming backward
+  bool some_sit_out_ = false;           // some rank has no batch for the coming backward
+  bool sits_out_ = false;               // this rank has no batch, and has done its part of this backward
+  bool irregular_ = false;              // this step's order is not what the next one's is to be compared with
+  std::vector<bool> took_part_;         // ranks that had a batch in this step; empty: all
+  bool loss_was_scaled_ = false;        // of this backward
   bool watching_ = false;
   std::string first_non_finite_;
   Traffic traffic_;
   int unwinding_ = 0;
+  std::shared_ptr<Engine*> self_ = std::make_shared<Engine*>(this);  // null once it is gone, for shards that outlive it
 };
 
 }  // namespace tessera

@@ -206,7 +206,7 @@ void Engine::share_sums() {
   };
   each([](Unit& unit) { unit.offer_sums(); });
   communicator_->barrier(text("gradients of step ", step_, " are summed"));
-  each([](Unit& unit) { unit.take_sums(); });
+  each([this](Unit& unit) { unit.take_sums(step_); });
   communicator_->barrier(text("gradients of step ", step_, " are exchanged"));
   traffic_.reduce_wait += Clock::now() - start;
 }

@@ -1,7 +1,5 @@
 // The part of Engine that reads and writes the ranks' parts of parameters and gradients.
 #include <algorithm>
-#include <limits>
-#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -60,9 +58,6 @@ void Engine::write_gradient_parts(const std::vector<NewValues>& all) {
       throw ConfigError(text("parameter '", parameter.name, "' requires no gradient, so it can't be given one"));
   }
   agree_on_parts("new gradients", all);
-  // An earlier clip is for what was there then.
-  if (const double factor = std::exchange(clip_, 1.0); factor != 1)
-    for (const auto& unit : units_) unit->clamp_gradients(factor, std::numeric_limits<double>::infinity());
   for (const auto& each : all) units_[each.unit]->write_gradient(each.parameter, each.values);
   unconsumed_ = true;
 }

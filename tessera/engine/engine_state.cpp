@@ -1,5 +1,6 @@
 // The part of Engine that reads and writes whole parameters and gradients.
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cstring>
@@ -92,17 +93,26 @@ void Engine::adopt() {
   write(all);
 }
 
-// What another optimizer would use, with what was done to it: .grad may be a copy of the reduced gradient.
+// What optimizers use, with what was done to it. A gradient may have been dropped on some ranks alone.
 std::vector<at::Tensor> Engine::gradients_of_shards() {
+  const auto places = places_of(*this);
+  std::string mine;
+  for (const auto& place : places) mine += units_[place.unit]->shown_gradient(place.parameter).defined() ? '1' : '0';
+  const auto everyones = communicator_->all_gather("parameters with a gradient", mine);
   std::vector<at::Tensor> gradients;
-  for (const auto& place : places_of(*this)) {
-    const Unit& unit = *units_[place.unit];
-    const at::Tensor& gradient = unit.parameters()[place.parameter].shard.grad();
-    at::Tensor whole = gradient.defined() ? whole_of(*this, place, gradient) : at::Tensor();
+  for (size_t i = 0; i < places.size(); ++i) {
+    const Unit& unit = *units_[places[i].unit];
+    const auto there = [i](const std::string& theirs) { return theirs.at(i) == '1'; };
+    if (std::none_of(everyones.begin(), everyones.end(), there)) {
+      gradients.emplace_back();
+      continue;
+    }
+    const at::Tensor shown = unit.shown_gradient(places[i].parameter);
+    at::Tensor whole = whole_of(
+        *this, places[i], shown.defined() ? shown : at::zeros_like(unit.parameters()[places[i].parameter].shard.detach()));
     const auto type = precision_.gradient.value_or(unit.working_type());
     // Unscaled, fp16 might not hold it.
-    if (whole.defined() && !whole.is_complex() && !(type == c10::ScalarType::Half && scaler_.in_use()))
-      whole = whole.to(type);
+    if (!whole.is_complex() && !(type == c10::ScalarType::Half && scaler_.in_use())) whole = whole.to(type);
     gradients.push_back(std::move(whole));
   }
   return gradients;
@@ -116,25 +126,7 @@ std::vector<at::Tensor> Engine::full_gradients() {
   settle();
   make_reduced();
   call_gradient_hooks();
-  if (consumer_ == nullptr) return gradients_of_shards();
-  std::vector<int64_t> offsets;
-  for (const auto& unit : units_)
-    for (ParameterIndex p = 0; p < unit->parameters().size(); ++p) offsets.push_back(unit->reduced_offset(p));
-  std::vector<std::vector<int64_t>> everyones;
-  for (const auto& bytes : communicator_->all_gather("full gradients", packed(offsets)))
-    everyones.push_back(unpacked<int64_t>(bytes));
-  std::vector<at::Tensor> gradients;
-  size_t index = 0;
-  for (const auto& unit : units_)
-    for (ParameterIndex p = 0; p < unit->parameters().size(); ++p, ++index) {
-      std::vector<int64_t> theirs;
-      for (const auto& all : everyones) theirs.push_back(all[index]);
-      at::Tensor gradient = unit->read_gradient(p, theirs);
-      if (gradient.defined() && clip_ != 1.0) gradient.mul_(clip_);
-      gradients.push_back(std::move(gradient));
-    }
-  communicator_->barrier("full gradients are read");
-  return gradients;
+  return gradients_of_shards();
 }
 
 }  // namespace tessera

@@ -1,5 +1,4 @@
 // The part of Engine that ends a step.
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -23,6 +22,7 @@ constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
 struct StepFacts {
   int64_t step;
   int32_t backwards;
+  int32_t looks;                     // for gradients where there were none, since the step before
   uint32_t bad_unit, bad_parameter;  // first with a gradient that is not finite, or kNone
   double loss_scale;
 };
@@ -54,11 +54,25 @@ StepFacts facts_of(const std::vector<std::unique_ptr<Unit>>& units, StepFacts fa
 
 bool Engine::agree_on_step() {
   const int32_t backwards = std::max(1, backwards_);  // a rank without any takes part with nothing
-  StepFacts first_bad{step_, backwards, kNone, kNone, scaler_.scale()};
-  const auto answers = communicator_->all_gather(text("optimizer step ", step_), packed(facts_of(units_, first_bad)));
+  const int32_t looks = take_looks();
+  StepFacts first_bad{step_, backwards, looks, kNone, kNone, scaler_.scale()};
+  std::string mine = packed(facts_of(units_, first_bad));
+  for (const auto& unit : units_) mine += unit->any_gradient() ? '1' : '0';
+  const auto answers = communicator_->all_gather(text("optimizer step ", step_), mine);
+  updated_anywhere_.assign(units_.size(), false);
   int bad_rank = 0;
   for (int r = 0; r < communicator_->size(); ++r) {
-    const auto facts = unpacked<StepFacts>(answers[static_cast<size_t>(r)]);
+    const std::string& answer = answers[static_cast<size_t>(r)];
+    const auto facts = unpacked<StepFacts>(answer);
+    for (size_t u = 0; u < units_.size(); ++u)
+      updated_anywhere_[u] = updated_anywhere_[u] || answer.at(sizeof(StepFacts) + u) == '1';
+    if (facts.looks != looks)
+      throw AgreementError(text("step ", step_, ": since the step before, rank ", r, " has looked ", facts.looks,
+                                " times for gradients of its shards where there were none, rank ",
+                                communicator_->rank().value, " ", looks,
+                                " times. An optimizer's step that finds none on one rank takes no part in the step of the "
+                                "others, so gradients of different steps were added. Where a rank may have none, call "
+                                "Sharded::step(optimizer) instead of optimizer.step(), or Sharded::join"));
     if (facts.backwards != backwards)
       throw AgreementError(text("step ", step_, ": rank ", r, " handed over the gradients of ", facts.backwards,
                                 " backwards, rank ", communicator_->rank().value, " of ", backwards,
@@ -121,12 +135,18 @@ bool Engine::run_step() {
   }
   refuse_gradients_in_module();
   call_gradient_hooks();
+  for (const auto& unit : units_) {
+    if (unit->updated)
+      unit->refuse_changed(step_);
+    else
+      unit->measure_changed();
+  }
   const bool applied = agree_on_step();
   if (buffers_) buffers_->synchronise(*communicator_, took_part_);
   phase_ = Phase::stepping;
   const auto start = std::chrono::steady_clock::now();
   for (const auto& unit : units_)
-    if (applied && !unit->updated) unit->consume_reduced(*consumer_, clip_, step_);
+    if (applied && !unit->updated) unit->consume_gradients(*consumer_, step_);
   traffic_.consume += std::chrono::steady_clock::now() - start;
   finish_step(applied);
   return applied;
@@ -150,6 +170,7 @@ bool Engine::agree_on_outside_step() {
   refuse_replaced();
   refuse_gradients_in_module();
   call_gradient_hooks();
+  for (const auto& unit : units_) unit->measure_changed();
   const bool applied = agree_on_step();
   if (buffers_) buffers_->synchronise(*communicator_, took_part_);
   if (!applied) finish_step(false);
@@ -180,9 +201,10 @@ bool Engine::run_step_of(const std::function<void()>& update) {
 }
 
 void Engine::finish_step(bool applied) {
-  for (const auto& unit : units_) {
+  for (size_t u = 0; u < units_.size(); ++u) {
+    const auto& unit = units_[u];
     const bool published = unit->updated && unit->gradients_sharded();
-    if (applied && !published && (unit->any_gradient() || unit->shard_written)) {
+    if (applied && !published && (updated_anywhere_[u] || unit->shard_written)) {
       if (unit->shard_written) unit->write_working_from_master();
       unit->publish_next_epoch();
     }
@@ -206,7 +228,6 @@ void Engine::finish_step(bool applied) {
   sits_out_ = false;
   rounds_ = 0;
   backwards_ = 0;
-  clip_ = 1.0;
   unconsumed_ = false;
   phase_ = Phase::idle;
 }
@@ -271,13 +292,13 @@ void Engine::make_clippable() {
   settle();
   make_reduced();
   call_gradient_hooks();
+  for (const auto& unit : units_) unit->measure_changed();
 }
 
 void Engine::clip_gradient_values(double limit) {
   if (!(limit >= 0)) throw ConfigError(text("the limit of gradients' values must be 0 or more, but is ", limit));
   make_clippable();
-  const double factor = consumer_ != nullptr ? std::exchange(clip_, 1.0) : 1.0;  // of an earlier clip by norm
-  for (const auto& unit : units_) unit->clamp_gradients(factor, limit);
+  for (const auto& unit : units_) unit->clamp_gradients(limit);
 }
 
 double Engine::clip_gradient_norm(double max_norm) {
@@ -289,16 +310,8 @@ double Engine::clip_gradient_norm(double max_norm) {
   for (const auto& theirs : communicator_->all_gather("gradient norm", packed(mine))) squares += unpacked<double>(theirs);
   const double norm = std::sqrt(squares);
   const double coefficient = std::isinf(max_norm) ? 1.0 : std::min(1.0, max_norm / (norm + 1e-6));
-  for (const auto& unit : units_)
-    for (auto& parameter : unit->parameters()) parameter.squares *= coefficient * coefficient;
-  if (consumer_ != nullptr) {
-    clip_ *= coefficient;
-  } else if (coefficient < 1.0) {
-    const at::NoGradGuard no_grad;
-    for (const auto& unit : units_)
-      for (auto& parameter : unit->parameters())
-        if (parameter.shard.grad().defined()) parameter.shard.mutable_grad().mul_(coefficient);
-  }
+  if (coefficient != 1.0)
+    for (const auto& unit : units_) unit->scale_gradients(coefficient);
   return norm;
 }
 

@@ -77,7 +77,8 @@ class Sharded {
 
   /// This rank's parts of the master parameters, in a fixed order that is the same on all ranks: 1-D unless the part is the
   /// whole parameter; empty where this rank owns nothing. Complex parameters are pairs of reals here, with one more dim
-  /// (view_as_real), as torch::optim treats them. After backward their .grad is the mean over ranks. For any
+  /// (view_as_real), as torch::optim treats them. After backward their .grad is the mean over ranks, and what it holds counts
+  /// for every optimizer: it may be changed in place (by operators: norms follow those alone), replaced or dropped. For any
   /// optimizer that treats elements one by one, as all of torch::optim do but LBFGS; what combines elements over ranks, such
   /// as a norm, must not be computed from one rank's shards: use clip_grad_norm.
   std::vector<at::Tensor> parameters() const;
@@ -146,7 +147,9 @@ class Sharded {
 
   /// One step of other optimizers than tessera's over parameters(): calls each one's step(), unless a gradient is not finite
   /// on any rank and that is to be skipped (NonFinite::skip, or a loss scale that can back off); then nothing changes, and
-  /// false is returned. Optimizers that are stepped directly throw instead, on all ranks. Collective.
+  /// false is returned. Optimizers that are stepped directly throw instead, on all ranks. A rank whose backward brought no
+  /// gradient takes part with none; stepped directly, its optimizer would do nothing, and the next step throws
+  /// AgreementError on all ranks. Collective.
   template <class... Optimizers>
   bool step(Optimizers&... optimizers) {
     return engine_->run_step_of([&] { (static_cast<void>(optimizers.step()), ...); });

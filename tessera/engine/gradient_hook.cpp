@@ -3,12 +3,14 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/pattern.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/engine.h"
+#include "tessera/engine/gradient_watch.h"
 
 namespace tessera {
 
@@ -54,6 +56,31 @@ void Engine::watch_gradients() {
   }
 }
 
+void Engine::watch_missing_gradients() {
+  for (const auto& unit : units_)
+    for (auto& parameter : unit->parameters())
+      watch_missing_gradient(parameter.shard, [self = self_, &parameter] {
+        if (*self != nullptr) (*self)->on_missing_gradient(parameter);
+      });
+}
+
+// An optimizer of torch's that finds no gradient does nothing else: only by this look is a step known that this rank took
+// without any, and in which it did not take part.
+void Engine::on_missing_gradient(UnitParameter& parameter) {
+  if (consumer_ != nullptr || phase_ == Phase::backward || (rounds_ > 0 && phase_ != Phase::stepping)) return;
+  for (const auto& unit : units_)
+    for (const auto& each : unit->parameters())
+      if (each.gradient().defined()) return;
+  ++parameter.looks;
+}
+
+int32_t Engine::take_looks() {
+  int32_t most = 0;
+  for (const auto& unit : units_)
+    for (auto& parameter : unit->parameters()) most = std::max(most, std::exchange(parameter.looks, 0));
+  return most;
+}
+
 void Engine::refuse_hooks_with(const GradientConsumer* consumer) const {
   if (hooks_.empty() || consumer == nullptr || !consumer->fuses_reduction()) return;
   throw ConfigError(
@@ -81,7 +108,7 @@ void Engine::on_reduced_gradient(const std::string& pattern, ReducedGradientHook
 void Engine::call_gradient_hooks() {
   if (hooks_.empty() || accumulating_ > 0 || std::exchange(hooks_called_, true)) return;
   for (const auto& hooked : hooks_)
-    for (const auto& [u, p] : hooked.parameters) units_[u]->change_gradient(p, consumer_ != nullptr, hooked.hook);
+    for (const auto& [u, p] : hooked.parameters) units_[u]->change_gradient(p, hooked.hook);
 }
 
 // Before more gradients are added to those of this step.
@@ -89,7 +116,7 @@ void Engine::refuse_more_gradients() {
   if (!hooks_called_) return;
   bool dropped = consumer_ == nullptr;  // with torch's zero_grad, of which nobody tells
   for (const auto& unit : units_)
-    for (const auto& parameter : unit->parameters()) dropped &= !parameter.shard.grad().defined();
+    for (const auto& parameter : unit->parameters()) dropped &= !parameter.gradient().defined();
   if (!dropped)
     throw GuardError(
         text("step ", step_,
@@ -97,26 +124,6 @@ void Engine::refuse_more_gradients() {
              "taken or they were clipped or read, and now a backward would add to them; do that after the last "
              "backward of the step, or drop the gradients (set to none) first"));
   hooks_called_ = false;
-}
-
-void Unit::change_gradient(ParameterIndex p, bool as_consumed, const ReducedGradientHook& change) {
-  auto& parameter = parameters_[p];
-  if (as_consumed ? !parameter.has_gradient : !parameter.shard.grad().defined()) return;
-  const at::NoGradGuard no_grad;
-  at::Tensor part = as_consumed ? reduced_shard(p) : parameter.shard.grad().detach();
-  if (as_consumed && kept_scale_ != 1) part = part.to(master_type_).mul_(1 / kept_scale_);
-  const at::Tensor before = part;
-  change(parameter.name, part);
-  if (!part.defined() || part.sizes() != before.sizes())
-    throw ConfigError(text("on_reduced_gradient: the function replaced the gradient of '", parameter.name, "', which is ",
-                           c10::str(before.sizes()), " on this rank, by ",
-                           part.defined() ? c10::str(part.sizes()) : "an undefined tensor", "; keep its shape"));
-  if (as_consumed) return write_gradient(p, part);
-  if (!part.is_same(before)) before.copy_(part);
-  const int64_t first = parameter.updated.empty() ? 0 : parameter.updated.front().local;
-  parameter.squares = 0;
-  for (const Run& run : parameter.summed)
-    parameter.squares += before.view(-1).narrow(0, run.local - first, run.count).to(at::kDouble).pow(2).sum().item<double>();
 }
 
 }  // namespace tessera

@@ -87,8 +87,8 @@ Named Sharded::local_gradients() const {
   Named gradients;
   for (const auto& place : places_of(*engine_)) {
     const auto& parameter = parameter_at(*engine_, place);
-    const at::Tensor& gradient = parameter.shard.grad();
-    gradients.emplace_back(parameter.name, gradient.defined() ? gradient * engine_->gradient_factor() : at::Tensor());
+    const at::Tensor& gradient = parameter.gradient();
+    gradients.emplace_back(parameter.name, gradient.defined() ? gradient.clone() : gradient);
   }
   return gradients;
 }

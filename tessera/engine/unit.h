@@ -40,6 +40,9 @@ std::vector<at::Tensor> tensors_of(const UnitSpec& unit);
 /// Where a unit's parameters are.
 enum class Residency : uint8_t { sharded, gathering, resident };
 
+/// A gradient as it was shown, not kept alive.
+using ShownGradient = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 /// One parameter of a unit on this rank.
 struct UnitParameter {
   std::string name;
@@ -56,6 +59,13 @@ struct UnitParameter {
   bool has_gradient = false;  ///< some rank had a gradient for it since the last step
   bool partial = false;       ///< it is reduced on this rank's `summed`, and not exchanged yet
   double squares = 0;         ///< Σ gradient² over `summed`
+  /// The shard's .grad when it was last reduced, measured or changed here, and its version (of in-place operators) then.
+  ShownGradient shown{at::Tensor().getIntrusivePtr()};
+  int64_t shown_version = 0;
+  int32_t looks = 0;  ///< times that .grad of the shard was asked for, and no parameter had any, since the step before
+
+  /// The shard's .grad. Asked for so, it isn't taken for an optimizer's look.
+  const at::Tensor& gradient() const { return shard.mutable_grad(); }
 };
 
 /// One unit's state on this rank and the ways to move it. Knows what to do, not when.
@@ -123,8 +133,7 @@ class Unit {
   bool posted_by_all() const;
   std::chrono::nanoseconds wait_posted(int64_t step);
   std::chrono::nanoseconds wait_posted_politely(int64_t step);
-  /// From now on gradients come times `scale`. All that leaves here (`.grad`, squares, what consumers get, read_gradient) is
-  /// without it.
+  /// From now on gradients come times `scale`. All that leaves here (`.grad`, squares, what consumers get) is without it.
   void set_loss_scale(double scale);
   /// Sums the ranks' gradients over the owned elements, times `scale`: into the gradient shard, or into `consumer`.
   void reduce(double scale, GradientConsumer* consumer, int64_t step);
@@ -133,24 +142,28 @@ class Unit {
   std::chrono::nanoseconds gather_sums(GradientConsumer* consumer, double scale, int64_t step);
   /// The same for sharded gradients, in two halves, between barriers of all ranks.
   void offer_sums();
-  void take_sums();
-  /// Limits the elements of reduced gradients, times `factor`, to ±`limit`.
-  void clamp_gradients(double factor, double limit);
-  /// Lets `change` see this rank's part of a reduced gradient, if there is one, and change it. `as_consumed`: where
-  /// consumers read it, else the shard's .grad.
-  void change_gradient(ParameterIndex p, bool as_consumed, const ReducedGradientHook& change);
-  /// Feeds the reduced gradients to `consumer`.
-  void consume_reduced(GradientConsumer& consumer, double scale, int64_t step);
-  /// Where peers find this rank's reduced gradient (for read_gradient), or 0 if there is none.
-  int64_t reduced_offset(ParameterIndex p) const;
-  /// The whole reduced gradient, put together from the ranks' parts; undefined if there is none.
-  at::Tensor read_gradient(ParameterIndex p, const std::vector<int64_t>& offsets) const;
+  void take_sums(int64_t step);
+
+  // Shown gradients: what the shards' .grad holds, the user's changes included. All of these are for after the reduction.
+  /// A shard's .grad, contiguous and in the master type (the same memory if it is so already); undefined if there is none.
+  /// Throws GuardError if the user gave it another shape.
+  at::Tensor shown_gradient(ParameterIndex p) const;
+  /// Brings `squares` up to date where a .grad was changed, replaced or dropped. Throws as shown_gradient.
+  void measure_changed();
+  /// Throws GuardError naming the parameter if one has a .grad that came too late for a fused reduction.
+  void refuse_changed(int64_t step) const;
+  void clamp_gradients(double limit);  ///< elements to ±`limit`
+  void scale_gradients(double factor);
+  /// Lets `change` see one, if it is there, and change it.
+  void change_gradient(ParameterIndex p, const ReducedGradientHook& change);
+  void consume_gradients(GradientConsumer& consumer, int64_t step);
+
   void drop_round() { exchange_->finish(round_); }  ///< this rank reads nothing of the posted round
   /// Lends no more, if all peers are done. Returns whether nothing is lent.
   bool take_back();
   std::chrono::nanoseconds wait_finished(int64_t step);
-  void forget_gradients();  ///< the step is over
-  bool any_gradient() const;
+  void forget_gradients();    ///< the step is over
+  bool any_gradient() const;  ///< from some rank's backward, or set here
 
   // Accounting, bytes.
   Bytes parameter_bytes() const;  ///< this rank's share of the working parameters
@@ -200,7 +213,13 @@ class Unit {
   void for_each_sum_of_peers(ParameterIndex p, const Action& action);  // action(run, its sum)
   double squares_of(const SumResult& kept) const;
   void measure(ParameterIndex p);
-  at::Tensor kept_gradient(ParameterIndex p, const Run& run) const;
+  bool shows_reduced(ParameterIndex p) const;  ///< .grad is the memory that gradients are reduced into
+  bool changed_since_shown(ParameterIndex p) const;
+  void note_shown(ParameterIndex p);
+  /// What .grad holds becomes what further gradients are added to.
+  void take_in_shown(ParameterIndex p, int64_t step);
+  void refuse_change_of_partial(ParameterIndex p, int64_t step) const;
+  void write_reduced(ParameterIndex p, const at::Tensor& values);
   void show_gradient(ParameterIndex p);
   void show_gradient_anew(ParameterIndex p);
   at::Tensor reduced_shard(ParameterIndex p) const;

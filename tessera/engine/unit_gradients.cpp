@@ -2,11 +2,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/view_as_complex.h>
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <utility>
 
 #include "tessera/base/check.h"
@@ -33,16 +31,12 @@ at::Tensor Unit::readable_by_peers(const at::Tensor& gradient, ParameterIndex p)
 void Unit::keep_staged_sum(ParameterIndex p) {
   auto& parameter = parameters_[p];
   const int64_t at = layout_.offset(p).value * layout_.element_size();
-  if (!parameter.shard.grad().defined() || !parameter.sum.defined() || parameter.sum.data_ptr() != staging_area_.get() + at)
+  if (!parameter.gradient().defined() || !parameter.sum.defined() || parameter.sum.data_ptr() != staging_area_.get() + at)
     return;
+  const bool shown_in_place = shows_reduced(p);
   parameter.sum = at::from_blob(sums_area_.get() + at, parameter.sum.sizes(), parameter.sum.options()).copy_(parameter.sum);
   staged_ += Bytes(static_cast<int64_t>(parameter.sum.nbytes()));
-  show_gradient_anew(p);
-}
-
-void Unit::show_gradient_anew(ParameterIndex p) {
-  parameters_[p].shard.mutable_grad() = at::Tensor();
-  show_gradient(p);
+  if (shown_in_place) show_gradient_anew(p);
 }
 
 void Unit::take_gradient(ParameterIndex p, double weight) {
@@ -104,10 +98,14 @@ void Unit::reduce(double scale, GradientConsumer* consumer, int64_t step) {
       if (r != communicator_.rank().value) reduced_bytes += count_of(parameter.summed) * layout_.element_size();
     }
     if (sources.empty()) {  // no rank used it: it has no gradient, which is not the same as zero
-      if (consumer != nullptr && parameter.shard.grad().defined()) consume_sum(p, *consumer, step);  // of earlier rounds
+      if (consumer == nullptr || !parameter.has_gradient || !parameter.gradient().defined()) continue;
+      take_in_shown(p, step);
+      parameter.partial = division_.shares_sums();
+      consume_sum(p, *consumer, step);  // of earlier rounds
       continue;
     }
     parameter.has_gradient = true;
+    take_in_shown(p, step);
     reduce_parameter(p, {sources, element_of(working_type_)}, scale, consumer, step);
   }
   if (gradients_sharded() || !division_.shares_sums()) return exchange_->finish(round_);
@@ -118,7 +116,8 @@ void Unit::reduce(double scale, GradientConsumer* consumer, int64_t step) {
 void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double scale, GradientConsumer* consumer,
                             int64_t step) {
   auto& parameter = parameters_[p];
-  const bool accumulate = parameter.shard.grad().defined() || parameter.partial;
+  const bool accumulate = parameter.gradient().defined() || parameter.partial;
+  parameter.partial = division_.shares_sums();
   if (!gradients_sharded()) prepare_sum(p, accumulate);
   // Where several ranks update the same elements, they need each other's sums. All must use the same: where sums are
   // rounded, the rounded one.
@@ -140,8 +139,6 @@ void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double sca
     consume_sum(p, *consumer, step);
   else if (!division_.shares_sums())
     show_gradient(p);
-  else
-    parameter.partial = gradients_sharded();
 }
 
 void Unit::consume_sum(ParameterIndex p, GradientConsumer& consumer, int64_t step) {
@@ -186,33 +183,6 @@ GradientPiece Unit::piece_of(ParameterIndex p, const Run& run, const SumSources&
           .sum_element = element_of(gradient_type_)};
 }
 
-// This rank's part of the reduced gradient, in the shape of the shard.
-at::Tensor Unit::reduced_shard(ParameterIndex p) const {
-  const auto& parameter = parameters_[p];
-  const Run first = parameter.updated.empty() ? Run{0, 0, 0} : parameter.updated.front();
-  if (!gradients_sharded() && parameter.updated.size() < 2)
-    return parameter.sum.view(-1).narrow(0, first.begin, first.count).view(parameter.shard.sizes());
-  if (gradients_sharded())
-    return at::from_blob(reduced_at(p, first), parameter.shard.sizes(), at::TensorOptions().dtype(gradient_type_));
-  at::Tensor packed = at::empty(parameter.shard.sizes(), at::TensorOptions().dtype(gradient_type_));
-  auto* to = static_cast<std::byte*>(packed.data_ptr());
-  for (const Run& run : parameter.updated)
-    std::memcpy(to + (run.local - first.local) * gradient_size_, reduced_at(p, run),
-                static_cast<size_t>(run.count * gradient_size_));
-  return packed;
-}
-
-void Unit::show_gradient(ParameterIndex p) {
-  const at::NoGradGuard no_grad;
-  auto& parameter = parameters_[p];
-  const bool in_place = gradients_sharded() || parameter.updated.size() < 2;
-  if (in_place && parameter.shard.grad().defined() && gradient_type_ == master_type_) return;  // it already is this memory
-  // Detached: torch::optim's zero_grad refuses gradients that are views for autograd.
-  at::Tensor gradient = reduced_shard(p).to(master_type_).detach();
-  if (kept_scale_ != 1) gradient.mul_(1 / kept_scale_);  // a copy: what is kept scaled is fp16
-  parameter.shard.mutable_grad() = gradient;
-}
-
 template <class Action>
 void Unit::for_each_sum_of_peers(ParameterIndex p, const Action& action) {
   const Rank me = communicator_.rank();
@@ -229,7 +199,7 @@ std::chrono::nanoseconds Unit::gather_sums(GradientConsumer* consumer, double sc
   if (!division_.shares_sums()) return {};
   const auto spent = exchange_->wait_sums(round_, name_, step);
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
-    if (!parameters_[p].has_gradient) continue;
+    if (!std::exchange(parameters_[p].partial, false)) continue;
     for_each_sum_of_peers(p, [&](const Run& run, const void* sum) {
       if (consumer != nullptr)
         consumer->consume(piece_of(p, run, {{&sum, 1}, element_of(gradient_type_)}, scale / kept_scale_, step));
@@ -247,9 +217,10 @@ void Unit::offer_sums() {
     exchange_->offer_sum(p, parameters_[p].has_gradient ? reduced(p) : nullptr);
 }
 
-void Unit::take_sums() {
+void Unit::take_sums(int64_t step) {
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
-    if (!parameters_[p].has_gradient) continue;
+    if (!parameters_[p].partial) continue;
+    refuse_change_of_partial(p, step);
     for_each_sum_of_peers(p, [&](const Run& run, const void* sum) {
       std::memcpy(reduced_at(p, run), sum, static_cast<size_t>(run.count * gradient_size_));
     });
@@ -258,92 +229,13 @@ void Unit::take_sums() {
   }
 }
 
+// Gradients that were not dropped with their step are taken in anew from .grad, which is unscaled, before any are added.
 void Unit::set_loss_scale(double scale) {
-  const at::NoGradGuard no_grad;
   loss_scale_ = scale;
-  const double kept = gradient_type_ == c10::ScalarType::Half ? scale : 1;
-  const double change = kept / std::exchange(kept_scale_, kept);
-  if (change == 1) return;
-  for (ParameterIndex p = 0; p < parameters_.size(); ++p) {  // gradients that were not dropped with their step
-    if (!parameters_[p].has_gradient) continue;
-    for (const Run& run : parameters_[p].updated) kept_gradient(p, run).mul_(change);
-  }
-}
-
-at::Tensor Unit::kept_gradient(ParameterIndex p, const Run& run) const {
-  return at::from_blob(reduced_at(p, run), {run.count}, at::TensorOptions().dtype(gradient_type_));
-}
-
-void Unit::measure(ParameterIndex p) {
-  parameters_[p].squares = 0;
-  for (const Run& run : parameters_[p].summed)
-    parameters_[p].squares += squares_of({kept_gradient(p, run).to(at::kDouble).pow(2).sum().item<double>()});
-}
-
-void Unit::write_gradient(ParameterIndex p, const at::Tensor& values) {
-  const at::NoGradGuard no_grad;
-  auto& parameter = parameters_[p];
-  if (!values.defined()) {
-    parameter.shard.mutable_grad() = at::Tensor();
-    parameter.has_gradient = false;
-    parameter.squares = 0;
-    parameter.sum = at::Tensor();
-    return;
-  }
-  if (!gradients_sharded()) prepare_sum(p, parameter.has_gradient);
-  const at::Tensor flat = values.detach().to(master_type_).contiguous().view(-1) * kept_scale_;
-  int64_t at = 0;
-  for (const Run& run : parameter.updated) {
-    kept_gradient(p, run).copy_(flat.narrow(0, at, run.count));
-    at += run.count;
-  }
-  parameter.has_gradient = true;
-  measure(p);
-  show_gradient_anew(p);
+  kept_scale_ = gradient_type_ == c10::ScalarType::Half ? scale : 1;
 }
 
 double Unit::squares_of(const SumResult& kept) const { return kept.squares / (kept_scale_ * kept_scale_); }
-
-void Unit::clamp_gradients(double factor, double limit) {
-  const at::NoGradGuard no_grad;
-  // A number that is no fp16 would be refused; all of them are within it.
-  const double largest = gradient_type_ == c10::ScalarType::Half ? 65504 : std::numeric_limits<double>::infinity();
-  const double kept_limit = limit * kept_scale_ > largest ? std::numeric_limits<double>::infinity() : limit * kept_scale_;
-  for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
-    auto& parameter = parameters_[p];
-    if (!parameter.has_gradient) continue;
-    for (const Run& run : parameter.updated) kept_gradient(p, run).mul_(factor).clamp_(-kept_limit, kept_limit);
-    measure(p);
-    if (parameter.shard.grad().defined()) show_gradient_anew(p);
-  }
-}
-
-void Unit::consume_reduced(GradientConsumer& consumer, double scale, int64_t step) {
-  for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
-    if (!parameters_[p].has_gradient) continue;
-    for (const Run& run : parameters_[p].updated) {
-      const void* sum = reduced_at(p, run);
-      consumer.consume(piece_of(p, run, {{&sum, 1}, element_of(gradient_type_)}, scale / kept_scale_, step));
-    }
-  }
-}
-
-int64_t Unit::reduced_offset(ParameterIndex p) const {
-  if (!parameters_[p].has_gradient && !parameters_[p].shard.grad().defined()) return 0;
-  return communicator_.offset_of(reduced(p));
-}
-
-at::Tensor Unit::read_gradient(ParameterIndex p, const std::vector<int64_t>& offsets) const {
-  if (offsets[static_cast<size_t>(communicator_.rank().value)] == 0) return {};
-  at::Tensor whole = at::empty(layout_.shape(p), at::TensorOptions().dtype(gradient_type_));
-  auto* to = static_cast<std::byte*>(whole.data_ptr());
-  for (int r = 0; r < communicator_.size(); ++r)
-    for (const Run& run : division_.summed(layout_, p, Rank(r)))
-      communicator_.read_peer(Rank(r), offsets[static_cast<size_t>(r)] + reduced_distance(run),
-                              to + run.begin * gradient_size_, Bytes(run.count * gradient_size_));
-  if (kept_scale_ != 1) whole = whole.to(master_type_).mul_(1 / kept_scale_);
-  return complex_ ? at::view_as_complex(whole) : whole;
-}
 
 std::chrono::nanoseconds Unit::wait_finished(int64_t step) { return exchange_->wait_finished(round_, name_, step); }
 
@@ -358,14 +250,14 @@ bool Unit::take_back() {
 
 bool Unit::any_gradient() const {
   for (const auto& parameter : parameters_)
-    if (parameter.has_gradient) return true;
+    if (parameter.has_gradient || parameter.gradient().defined()) return true;
   return false;
 }
 
 void Unit::forget_gradients() {
   for (auto& parameter : parameters_) {
     // A gradient that was not set to zero or none stays, as in torch: the next backward adds to it.
-    parameter.has_gradient = parameter.shard.grad().defined();
+    parameter.has_gradient = parameter.gradient().defined();
     parameter.partial = false;
     if (parameter.has_gradient) continue;
     parameter.squares = 0;
