@@ -46,6 +46,10 @@ Sharded annotated(const ModuleTree& model, const Mesh& mesh, const Annotations& 
                   const Annotations& optimizer_state, const ShardOptions& options) {
   if (!(options.placements == ShardOptions{}.placements) || !options.layouts.empty())
     throw ConfigError("annotate: placements and layouts follow from the annotations; leave both unset in the options");
+  if (!options.reshard_after_forward.axis.empty() || options.resident_below != 0)
+    throw ConfigError(
+        "annotate: where parameters lie follows from the annotations; leave resident_below and the axis of "
+        "reshard_after_forward unset in the options, and annotate what is to stay whole with P()");
   const auto specs = specs_of(model, parameters, optimizer_state);
   const Rules rules{.of =
                         [&](const std::string& name, const at::Tensor& tensor) {

@@ -1,5 +1,6 @@
 // The part of Engine that hands gradients over and reduces them.
 #include <algorithm>
+#include <cstdio>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -121,6 +122,20 @@ void Engine::reduce(uint32_t index) {
   }
   ++traffic_.reductions;
   to_return_.push_back(index);
+}
+
+void Engine::begin_accumulating() {
+  ++accumulating_;
+  if (std::exchange(said_16_bits_, true) || communicator_->rank().value != 0) return;
+  for (const auto& unit : units_)
+    if (unit->trainable() && c10::elementSize(unit->gradient_type()) < 4) {
+      std::fprintf(
+          stderr,
+          "tessera: gradients of micro-batches add up in %s (unit '%s'), which loses small ones; shard the gradients "
+          "(zero2, zero3, hybrid) with precision.gradient = torch::kFloat (said once)\n",
+          c10::toString(unit->gradient_type()), unit->name().c_str());
+      return;
+    }
 }
 
 void Engine::end_backward() {

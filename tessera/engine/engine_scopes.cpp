@@ -36,6 +36,7 @@ void Engine::let_go(const std::vector<uint32_t>& units) {
 }
 
 void Engine::edit(const std::vector<uint32_t>& units, const std::function<void()>& body) {
+  if (!body) throw ConfigError("edit needs a function that writes to the parameters");
   for (const uint32_t index : units)
     if (units_[index]->holders > 0)
       throw GuardError(
@@ -44,13 +45,23 @@ void Engine::edit(const std::vector<uint32_t>& units, const std::function<void()
   settle();
   release_all();  // what operators wrote before is no part of this
   hold(units);
-  for (const uint32_t index : units) units_[index]->begin_edit();
+  std::vector<std::vector<uint64_t>> before;
+  for (const uint32_t index : units) {
+    units_[index]->begin_edit();
+    before.push_back(units_[index]->hashes());
+  }
   try {
     body();
   } catch (...) {
     for (const uint32_t index : units) units_[index]->drop_edit();
     let_go(units);
     throw;
+  }
+  // Autograd must know of writes through addresses, too: what was saved for a backward holds other values now.
+  for (size_t i = 0; i < units.size(); ++i) {
+    const auto after = units_[units[i]]->hashes();
+    for (ParameterIndex p = 0; p < after.size(); ++p)
+      if (after[p] != before[i][p]) units_[units[i]]->parameters()[p].tensor.unsafeGetTensorImpl()->bump_version();
   }
   let_go(units);
 }

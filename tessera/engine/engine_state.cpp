@@ -67,6 +67,7 @@ void Engine::write(const std::vector<NewValues>& all) {
   std::vector<bool> written(units_.size(), false);
   for (const auto& each : all) {
     units_[each.unit]->write_values(each.parameter, each.values);
+    units_[each.unit]->parameters()[each.parameter].tensor.unsafeGetTensorImpl()->bump_version();
     written[each.unit] = true;
   }
   for (size_t u = 0; u < units_.size(); ++u)

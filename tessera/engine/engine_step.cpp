@@ -11,6 +11,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/engine.h"
+#include "tessera/engine/hash.h"
 #include "tessera/storage/caching_allocator.h"
 
 namespace tessera {
@@ -25,7 +26,16 @@ struct StepFacts {
   int32_t looks;                     // for gradients where there were none, since the step before
   uint32_t bad_unit, bad_parameter;  // first with a gradient that is not finite, or kNone
   double loss_scale;
+  uint64_t trainable;  // hash of which parameters require a gradient
+  uint64_t settings;   // of the attached optimizer
 };
+
+uint64_t trainable_of(const std::vector<std::unique_ptr<Unit>>& units) {
+  std::string flags;
+  for (const auto& unit : units)
+    for (const auto& parameter : unit->parameters()) flags += parameter.tensor.requires_grad() ? '1' : '0';
+  return hash_of_bytes(flags.data(), static_cast<int64_t>(flags.size()));
+}
 
 template <class T>
 std::string packed(const T& value) {
@@ -55,7 +65,14 @@ StepFacts facts_of(const std::vector<std::unique_ptr<Unit>>& units, StepFacts fa
 bool Engine::agree_on_step() {
   const int32_t backwards = std::max(1, backwards_);  // a rank without any takes part with nothing
   const int32_t looks = take_looks();
-  StepFacts first_bad{step_, backwards, looks, kNone, kNone, scaler_.scale()};
+  StepFacts first_bad{step_,
+                      backwards,
+                      looks,
+                      kNone,
+                      kNone,
+                      scaler_.scale(),
+                      trainable_of(units_),
+                      consumer_ != nullptr ? consumer_->settings() : 0};
   std::string mine = packed(facts_of(units_, first_bad));
   for (const auto& unit : units_) mine += unit->any_gradient() ? '1' : '0';
   const auto answers = communicator_->all_gather(text("optimizer step ", step_), mine);
@@ -81,6 +98,16 @@ bool Engine::agree_on_step() {
       throw AgreementError(text("step ", step_, ": the loss scale of rank ", r, " is ", facts.loss_scale, ", that of rank ",
                                 communicator_->rank().value, " is ", scaler_.scale(),
                                 "; set the same loss-scale state on all ranks"));
+    const auto require_same = [&](bool same, const char* what) {
+      if (!same)
+        throw AgreementError(text("step ", step_, ": ranks ", r, " and ", communicator_->rank().value, " differ in ", what));
+    };
+    require_same(facts.trainable == first_bad.trainable,
+                 "which parameters require a gradient; call set_requires_grad alike on all ranks");
+    require_same(
+        facts.settings == first_bad.settings,
+        "the optimizer's options, such as its learning rate; each rank would update its part of the parameters by its "
+        "own");
     if (facts.bad_unit < first_bad.bad_unit ||
         (facts.bad_unit == first_bad.bad_unit && facts.bad_parameter < first_bad.bad_parameter)) {
       first_bad = facts;
@@ -274,6 +301,8 @@ double Engine::weight_by(double count, double total) {
     for (const auto& theirs : communicator_->all_gather("counts of samples", packed(count)))
       total += unpacked<double>(theirs);
   if (total == 0) throw ConfigError("weight_by: no rank has any sample, so there is nothing to weight by");
+  if (count > total)
+    throw ConfigError(text("weight_by: this rank has ", count, " samples, more than the ", total, " of all ranks"));
   weigh(count * communicator_->size() / total);
   return weight_;
 }
@@ -302,12 +331,21 @@ void Engine::clip_gradient_values(double limit) {
 }
 
 double Engine::clip_gradient_norm(double max_norm) {
+  if (!(max_norm >= 0)) throw ConfigError(text("the norm to clip gradients to must be 0 or more, but is ", max_norm));
   make_clippable();
-  double mine = 0;
+  struct Facts {
+    double squares = 0, max_norm;
+  } mine{0, max_norm};
   for (const auto& unit : units_)
-    for (const auto& parameter : unit->parameters()) mine += parameter.squares;
+    for (const auto& parameter : unit->parameters()) mine.squares += parameter.squares;
   double squares = 0;
-  for (const auto& theirs : communicator_->all_gather("gradient norm", packed(mine))) squares += unpacked<double>(theirs);
+  for (const auto& bytes : communicator_->all_gather("gradient norm", packed(mine))) {
+    const auto theirs = unpacked<Facts>(bytes);
+    if (theirs.max_norm != max_norm)
+      throw AgreementError(text("step ", step_, ": ranks clip gradients to different norms, ", max_norm, " (rank ",
+                                communicator_->rank().value, ") and ", theirs.max_norm));
+    squares += theirs.squares;
+  }
   const double norm = std::sqrt(squares);
   const double coefficient = std::isinf(max_norm) ? 1.0 : std::min(1.0, max_norm / (norm + 1e-6));
   if (coefficient != 1.0)

@@ -106,8 +106,11 @@ void keep_after_forward(std::vector<UnitSpec>& units, const ShardOptions& option
     bool found = false;
     for (auto& unit : units)
       if (matches(pattern, unit.name)) found = unit.kept_after_forward = true;
+    std::string names;
+    for (const auto& unit : units) names += text(names.empty() ? "" : ", ", unit.name);
     if (!found)
-      throw ConfigError(text("the pattern '", pattern, "' of units to keep after forward matches none of this model"));
+      throw ConfigError(text("the pattern '", pattern,
+                             "' of units to keep after forward matches none of this model, whose units are ", names));
   }
 }
 
@@ -203,7 +206,7 @@ std::string words_for(const ShardOptions& options, const Mesh& mesh, const Rules
               options.buffers == Buffers::average     ? ", buffers averaged"
               : options.buffers == Buffers::broadcast ? ", buffers broadcast"
                                                       : ", buffers local",
-              ", gradients divided by ", options.gradient_divisor.value_or(0),
+              ", gradients divided by ", options.gradient_divisor ? text(*options.gradient_divisor) : "the number of ranks",
               options.initial == Initial::verify ? ", values verified" : ", values broadcast",
               options.non_finite == NonFinite::stop ? ", stop" : ", skip", ", loss scale ", name_of(options.loss_scale),
               kept.empty() ? "" : ", kept after forward:", kept);
@@ -231,6 +234,18 @@ std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& named) {
   std::vector<at::Tensor> tensors;
   for (const auto& each : named) tensors.push_back(each.tensor);
   return tensors;
+}
+
+void check_precision(const Precision& precision) {
+  const auto require = [](const char* what, const std::optional<c10::ScalarType>& type, bool good, const char* wanted) {
+    if (type && !good) throw ConfigError(text("precision.", what, " is ", c10::toString(*type), ", but must be ", wanted));
+  };
+  const auto computes = [](const std::optional<c10::ScalarType>& type) { return type && trainable_type(*type); };
+  const auto floats = [](const std::optional<c10::ScalarType>& type) { return type && c10::isFloatingType(*type); };
+  require("working", precision.working, computes(precision.working), "Float, Double, BFloat16 or Half");
+  require("gradient", precision.gradient, computes(precision.gradient), "Float, Double, BFloat16 or Half");
+  require("output", precision.output, floats(precision.output), "a floating type");
+  require("buffers", precision.buffers, floats(precision.buffers), "a floating type");
 }
 
 // A secondary partition is full sharding with a copy of the parameters in each group, and everything else divided over all.
@@ -282,6 +297,7 @@ Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOption
   if (const auto divisor = options.gradient_divisor; divisor && !(*divisor > 0 && std::isfinite(*divisor)))
     throw ConfigError(text("gradient_divisor must be a positive number, but is ", *divisor));
   const LossScaler checked(options.loss_scale);
+  check_precision(options.precision);
   auto units = collect(model, options, rules);
   const auto communicator = SharedMemory::connect(mesh.world());
   agree(*communicator, units, words_for(options, mesh, rules, units), options.initial);

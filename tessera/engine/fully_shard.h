@@ -77,10 +77,10 @@ class Sharded {
 
   /// This rank's parts of the master parameters, in a fixed order that is the same on all ranks: 1-D unless the part is the
   /// whole parameter; empty where this rank owns nothing. Complex parameters are pairs of reals here, with one more dim
-  /// (view_as_real), as torch::optim treats them. After backward their .grad is the mean over ranks, and what it holds counts
-  /// for every optimizer: it may be changed in place (by operators: norms follow those alone), replaced or dropped. For any
-  /// optimizer that treats elements one by one, as all of torch::optim do but LBFGS; what combines elements over ranks, such
-  /// as a norm, must not be computed from one rank's shards: use clip_grad_norm.
+  /// (view_as_real), as torch::optim treats them. After backward their .grad is the mean over ranks, and what it holds
+  /// counts for every optimizer: it may be changed in place (by operators: norms follow those alone), replaced or dropped.
+  /// For any optimizer that treats elements one by one, as all of torch::optim do but LBFGS; what combines elements over
+  /// ranks, such as a norm, must not be computed from one rank's shards: use clip_grad_norm.
   std::vector<at::Tensor> parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
 
@@ -227,12 +227,12 @@ class Sharded {
   [[nodiscard]] Gathered gathered(const std::string& units = "*") const;
 
   /// Gathers the units whose names match and runs `body`, which may write to their parameters by any means, also through
-  /// their addresses, the same on all ranks. What it wrote is kept, in the master parameters too; if `body` throws, all of
-  /// it is dropped on this rank. Throws AgreementError naming the parameter if ranks wrote differently; then the unit keeps
-  /// its values. Collective.
+  /// their addresses, the same on all ranks. What it wrote to them is kept, in the master parameters too; if `body` throws,
+  /// that is dropped on this rank. Throws AgreementError naming the parameter if ranks wrote differently; then the unit
+  /// keeps its values. Collective.
   void edit(const std::string& units, const std::function<void()>& body);
 
-  /// Does of the next gather of these units what needs no waiting for peers. Returns whether that was all of it.
+  /// Does of the next gather of these units what needs no waiting for peers. Returns whether that was that.
   bool prefetch(const std::string& units = "*");
 
   /// Detaches the units whose names match, and which no scope keeps; what operators wrote to parameters is kept (then

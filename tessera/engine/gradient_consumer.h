@@ -35,6 +35,9 @@ class GradientConsumer {
   /// Bytes of state an element of unit `unit`.
   virtual int64_t bytes_per_element(uint32_t unit) const = 0;
 
+  /// A hash of the options, which must be the same on all ranks at each step.
+  virtual uint64_t settings() const = 0;
+
   /// May `consume` be called with the ranks' unsummed gradients, as soon as they are there?
   virtual bool fuses_reduction() const = 0;
 };

@@ -56,9 +56,11 @@ std::vector<std::pair<std::string, at::Tensor>> Sharded::full_gradients() const 
 }
 
 void Sharded::load_parameters(const std::vector<std::pair<std::string, at::Tensor>>& values, bool strict) {
-  std::map<std::string, at::Tensor> given(values.begin(), values.end());
+  std::map<std::string, at::Tensor> given;
   std::vector<Engine::NewValues> all;
   std::string faults;
+  for (const auto& [name, value] : values)
+    if (!given.emplace(name, value).second) faults += text("; '", name, "' is given twice");
   const auto& units = engine_->units();
   for (uint32_t u = 0; u < units.size(); ++u)
     for (ParameterIndex p = 0; p < units[u]->parameters().size(); ++p) {

@@ -55,6 +55,9 @@ Unit::Unit(UnitSpec spec, uint32_t index, const Precision& precision, Communicat
   working_type_ = floating ? precision.working.value_or(own) : own;
   master_type_ = floating ? master_type(working_type_) : own;
   gradient_type_ = floating ? precision.gradient.value_or(working_type_) : own;
+  if (gradient_type_ == c10::ScalarType::Double && master_type_ != gradient_type_)
+    throw ConfigError(text("precision.gradient is Double, but the master parameters of unit '", name_, "' (parameter '",
+                           spec.parameters.front().name, "') are ", c10::toString(master_type_), ", which is narrower"));
   if (complex_ && c10::elementSize(working_type_) < 4)
     throw ConfigError(text("parameter '", spec.parameters.front().name, "' is complex, and there are no complex numbers of ",
                            c10::toString(working_type_),

@@ -82,6 +82,7 @@ class Unit {
   bool gradients_sharded() const { return placements_.gradient == Placement::sharded; }
   bool shares_sums() const { return division_.shares_sums(); }    ///< several ranks update the same elements
   c10::ScalarType working_type() const { return working_type_; }  ///< real
+  c10::ScalarType gradient_type() const { return gradient_type_; }
   bool complex() const { return complex_; }            ///< its parameters are; here they are pairs of reals, in one more dim
   c10::ScalarType module_type() const;                 ///< of the module's parameters
   std::vector<int64_t> shape(ParameterIndex p) const;  ///< of the module's whole parameter

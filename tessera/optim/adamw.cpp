@@ -4,6 +4,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
+#include "tessera/engine/hash.h"
 #include "tessera/optim/adamw_kernel.h"
 #include "tessera/storage/memory.h"
 
@@ -50,6 +51,11 @@ AdamW::Moments AdamW::moments(uint32_t index, ParameterIndex p) {
   std::byte* first = state.moments.data() + (count > 0 ? runs.front().local * state.element_size : 0);
   const auto wrap = [&](std::byte* at) { return at::from_blob(at, {count}, at::TensorOptions().dtype(state.type)); };
   return {wrap(first), wrap(first + state.elements * state.element_size), state.steps[p].first};
+}
+
+uint64_t AdamW::settings() const {
+  const double values[] = {options_.lr, options_.beta1, options_.beta2, options_.eps, options_.weight_decay};
+  return hash_of_bytes(values, sizeof values);
 }
 
 AdamW::~AdamW() { engine_->attach(nullptr); }

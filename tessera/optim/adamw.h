@@ -50,6 +50,7 @@ class AdamW final : public GradientConsumer {
   AdamWOptions& options() { return options_; }
 
   SumResult consume(const GradientPiece& piece) override;
+  uint64_t settings() const override;
   bool fuses_reduction() const override { return fused_; }
   int64_t bytes_per_element(uint32_t unit) const override { return 2 * units_[unit].element_size; }
 
