@@ -77,10 +77,10 @@ class Sharded {
 
   /// This rank's parts of the master parameters, in a fixed order that is the same on all ranks: 1-D unless the part is the
   /// whole parameter; empty where this rank owns nothing. Complex parameters are pairs of reals here, with one more dim
-  /// (view_as_real), as torch::optim treats them. After backward their .grad is the mean over ranks, and what it holds counts
-  /// for every optimizer: it may be changed in place (by operators: norms follow those alone), replaced or dropped. For any
-  /// optimizer that treats elements one by one, as all of torch::optim do but LBFGS; what combines elements over ranks, such
-  /// as a norm, must not be computed from one rank's shards: use clip_grad_norm.
+  /// (view_as_real), as torch::optim treats them. After backward their .grad is the mean over ranks, and what it holds
+  /// counts for every optimizer: it may be changed in place (by operators: norms follow those alone), replaced or dropped.
+  /// For any optimizer that treats elements one by one, as all of torch::optim do but LBFGS; what combines elements over
+  /// ranks, such as a norm, must not be computed from one rank's shards: use clip_grad_norm.
   std::vector<at::Tensor> parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
 
