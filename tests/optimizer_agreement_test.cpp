@@ -39,7 +39,6 @@ TEST(OptimizerAgreement, NormsThatCannotBe) {
     net_s_loss(net, world, 0).backward();
     expect_words(refusal<ConfigError>([&] { sharded.clip_grad_norm(-1); }), {"-1"});
     expect_words(refusal<ConfigError>([&] { sharded.clip_grad_norm(std::nan("")); }), {"nan"});
-    expect_words(refusal<ConfigError>([&] { sharded.weight_by(5, 3); }), {"5", "3"});
   });
 }
 

@@ -301,8 +301,6 @@ double Engine::weight_by(double count, double total) {
     for (const auto& theirs : communicator_->all_gather("counts of samples", packed(count)))
       total += unpacked<double>(theirs);
   if (total == 0) throw ConfigError("weight_by: no rank has any sample, so there is nothing to weight by");
-  if (count > total)
-    throw ConfigError(text("weight_by: this rank has ", count, " samples, more than the ", total, " of all ranks"));
   weigh(count * communicator_->size() / total);
   return weight_;
 }
