@@ -3,17 +3,16 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <iostream>
 #include <map>
 #include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "tessera/base/environment.h"
 #include "tessera/base/text.h"
 #include "tessera/optim/adamw_kernel.h"
 #include "tessera/tessera.h"
+#include "tests/support/draws.h"
 #include "tests/support/on_ranks.h"
 #include "tests/support/random_net.h"
 #include "tests/support/sharded_helpers.h"
@@ -288,18 +287,7 @@ void compare(const Draw& draw, const World& world) {
   }
 }
 
-TEST(ParityPrecision, SixteenBitsEqualTheUnshardedRunWithTheSameCasts) {
-  at::set_num_threads(1);
-  const auto draws = environment_integer("TESSERA_TEST_DRAWS").value_or(environment("TESSERA_TEST_SEED") ? 1 : 60);
-  const auto first = static_cast<uint64_t>(environment_integer("TESSERA_TEST_SEED").value_or(std::random_device()()));
-  std::cout << draws << " draws from TESSERA_TEST_SEED=" << first << std::endl;
-  for (uint64_t seed = first; seed < first + static_cast<uint64_t>(draws); ++seed) {
-    const Draw draw(seed);
-    SCOPED_TRACE(draw.description());
-    on_ranks(draw.ranks, [&](World world) { compare(draw, world); });
-    if (HasFailure()) return;  // forked ranks would inherit it
-  }
-}
+TEST(ParityPrecision, SixteenBitsEqualTheUnshardedRunWithTheSameCasts) { for_each_draw<Draw>(60, compare); }
 
 }  // namespace
 }  // namespace tessera::test

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iostream>
 #include <map>
 #include <memory>
 #include <optional>
@@ -13,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "tessera/base/environment.h"
 #include "tessera/base/text.h"
 #include "tessera/tessera.h"
+#include "tests/support/draws.h"
 #include "tests/support/on_ranks.h"
 #include "tests/support/random_net.h"
 #include "tests/support/sharded_helpers.h"
@@ -323,18 +322,7 @@ void compare(const Draw& draw, const World& world) {
   expect_close(sharded.parameters, plain.parameters, tolerance, "parameter");
 }
 
-TEST(ParityRandom, AnyModelAnyPlacementEqualsTheUnshardedRun) {
-  at::set_num_threads(1);
-  const auto draws = environment_integer("TESSERA_TEST_DRAWS").value_or(environment("TESSERA_TEST_SEED") ? 1 : 40);
-  const auto first = static_cast<uint64_t>(environment_integer("TESSERA_TEST_SEED").value_or(std::random_device()()));
-  std::cout << draws << " draws from TESSERA_TEST_SEED=" << first << std::endl;
-  for (uint64_t seed = first; seed < first + static_cast<uint64_t>(draws); ++seed) {
-    const Draw draw(seed);
-    SCOPED_TRACE(draw.description());
-    on_ranks(draw.ranks, [&](World world) { compare(draw, world); });
-    if (HasFailure()) return;  // forked ranks would inherit it
-  }
-}
+TEST(ParityRandom, AnyModelAnyPlacementEqualsTheUnshardedRun) { for_each_draw<Draw>(40, compare); }
 
 // A parameter whose gradient comes in one micro-batch of a step and not in the last is rare among the draws, so it has draws
 // of its own.

@@ -55,7 +55,7 @@ std::string hash_of(const at::Tensor& tensor) {
 
 std::vector<std::string> hashes_of(const UnitSpec& unit) {
   std::vector<std::string> hashes;
-  for (const auto& values : values_of(tensors_of(unit))) hashes.push_back(hash_of(values));
+  for (const auto& values : values_of(tensors_of(unit.parameters))) hashes.push_back(hash_of(values));
   return hashes;
 }
 

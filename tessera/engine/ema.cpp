@@ -14,21 +14,13 @@ Ema::Ema(const Sharded& sharded, double decay) : engine_(sharded.shared_engine()
   for (const auto& place : places_of(*engine_)) {
     const Unit& unit = *engine_->units()[place.unit];
     if (!trainable_type(unit.working_type())) continue;
-    averages_.push_back({place, unit.parameters()[place.parameter].shard.detach().clone()});
+    averages_.push_back({place, parameter_at(*engine_, place).shard.detach().clone()});
   }
 }
 
 void Ema::set_decay(double decay) {
   if (!(decay >= 0 && decay <= 1)) throw ConfigError(text("the decay of an average must be in [0, 1], but is ", decay));
   decay_ = decay;
-}
-
-const at::Tensor& Ema::shard_of(const Average& average) const {
-  return engine_->units()[average.place.unit]->parameters()[average.place.parameter].shard;
-}
-
-const std::string& Ema::name_of(const Average& average) const {
-  return engine_->units()[average.place.unit]->parameters()[average.place.parameter].name;
 }
 
 void Ema::refuse_swapped(const char* what) const {
@@ -40,7 +32,7 @@ void Ema::refuse_swapped(const char* what) const {
 void Ema::update() {
   refuse_swapped("an average can't be updated");
   const at::NoGradGuard no_grad;
-  for (auto& average : averages_) average.value.lerp_(shard_of(average).detach(), 1 - decay_);
+  for (auto& average : averages_) average.value.lerp_(parameter_at(*engine_, average.place).shard.detach(), 1 - decay_);
   ++updates_;
 }
 
@@ -53,7 +45,7 @@ void Ema::write_by_unit(const Action& after) {
     std::vector<at::Tensor> before;
     for (end = i; end < averages_.size() && averages_[end].place.unit == averages_[i].place.unit; ++end) {
       values.push_back({averages_[end].place.unit, averages_[end].place.parameter, averages_[end].value});
-      before.push_back(shard_of(averages_[end]).detach().clone());
+      before.push_back(parameter_at(*engine_, averages_[end].place).shard.detach().clone());
     }
     engine_->write_parts(values);
     for (size_t k = i; k < end; ++k) after(averages_[k], before[k - i]);
@@ -78,7 +70,7 @@ void Ema::copy_to_parameters() {
 Ema::Named Ema::local() const {
   refuse_swapped("averages can't be read");
   Named named;
-  for (const auto& average : averages_) named.emplace_back(name_of(average), average.value);
+  for (const auto& average : averages_) named.emplace_back(parameter_at(*engine_, average.place).name, average.value);
   return named;
 }
 
@@ -86,7 +78,7 @@ Ema::Named Ema::full() const {
   refuse_swapped("averages can't be read");
   Named named;
   for (const auto& average : averages_)
-    named.emplace_back(name_of(average), whole_of(*engine_, average.place, average.value));
+    named.emplace_back(parameter_at(*engine_, average.place).name, whole_of(*engine_, average.place, average.value));
   return named;
 }
 

@@ -49,8 +49,6 @@ class Ema {
     ParameterPlace place;
     at::Tensor value;  // in the shape of the shard
   };
-  const at::Tensor& shard_of(const Average& average) const;
-  const std::string& name_of(const Average& average) const;
   void refuse_swapped(const char* what) const;
   void load(const Named& values, int64_t updates, bool whole);
   template <class Action>

@@ -147,10 +147,14 @@ void Engine::touch(Unit& unit, uint32_t index) {
     unit.touched_after_complete = true;
   }
   if (unit.residency() == Residency::resident) return;
-  traffic_.gather_wait += unit.gather(step_);
+  gather(index);
+  note(StepKind::gather, index);
+}
+
+void Engine::gather(uint32_t index) {
+  traffic_.gather_wait += units_[index]->gather(step_);
   ++traffic_.gathers;
   resident_.push_back(index);
-  note(StepKind::gather, index);
 }
 
 void Engine::release(uint32_t index) {
@@ -177,8 +181,7 @@ void Engine::keep_edit(Unit& unit) {
 
 void Engine::release_all() {
   const auto resident = resident_;
-  for (const uint32_t index : resident)
-    if (units_[index]->holders == 0) release(index);
+  release_units(resident);
 }
 
 void Engine::after(std::span<const Access> accesses, std::span<const c10::IValue> results, std::string_view operation) {
@@ -264,6 +267,13 @@ void Engine::end_outermost_backward() {
   if (phase_ == Phase::idle) release_all();  // frozen units that backward used last: no gradient of theirs released them
 }
 
+void Engine::expect_gradients() {
+  for (const auto& unit : units_) {
+    unit->complete = false;
+    unit->expected = unit->count_trainable();
+  }
+}
+
 void Engine::enter_backward() {
   settle();
   refuse_in_scope("backward");
@@ -275,10 +285,7 @@ void Engine::enter_backward() {
   if (step_ == 2 && rounds_ == 0) say_that_gradients_add_up();
   phase_ = Phase::backward;
   arrivals_ = false;
-  for (const auto& unit : units_) {
-    unit->complete = false;
-    unit->expected = unit->count_trainable();
-  }
+  expect_gradients();
   at_end_of_backward([this] { end_outermost_backward(); });
 }
 

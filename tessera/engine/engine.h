@@ -171,6 +171,7 @@ class Engine final : public AccessHandler {
 
   void enter_forward();
   void enter_backward();
+  void expect_gradients();
   void say_that_gradients_add_up() const;
   void go_on_after_nested_backward();
   void end_backward();
@@ -181,6 +182,7 @@ class Engine final : public AccessHandler {
   [[noreturn]] void refuse_unscaled(const std::string& parameter) const;
   void touch_units(std::span<const Access> accesses);
   void touch(Unit& unit, uint32_t index);
+  void gather(uint32_t index);
   void release(uint32_t index);
   void keep_edit(Unit& unit);
   void begin_training_pass();
@@ -209,6 +211,8 @@ class Engine final : public AccessHandler {
   void take_back_lent();
   void agree_on_values(const std::string& label, const std::vector<uint64_t>& hashes,
                        const std::function<std::string(size_t)>& name);
+  void agree_on_values(const std::string& label, const std::vector<uint64_t>& hashes, const std::vector<NewValues>& of);
+  void write_each(const std::vector<NewValues>& all, void (Unit::*write)(ParameterIndex, const at::Tensor&));
   std::vector<at::Tensor> gradients_of_shards();
   void agree_on_parts(const std::string& label, const std::vector<NewValues>& all);
   void share_sums();
@@ -232,7 +236,7 @@ class Engine final : public AccessHandler {
   GradientConsumer* consumer_ = nullptr;
 
   struct HookedParameters {
-    std::vector<std::pair<uint32_t, ParameterIndex>> parameters;
+    std::vector<ParameterPlace> parameters;
     ReducedGradientHook hook;
   };
   std::vector<HookedParameters> hooks_;

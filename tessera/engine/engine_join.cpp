@@ -1,8 +1,8 @@
 // The part of Engine for ranks that have run out of batches.
 #include <cmath>
-#include <cstring>
 
 #include "tessera/base/error.h"
+#include "tessera/base/packed.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/engine.h"
 
@@ -14,22 +14,23 @@ bool Engine::join(double samples, DivideBy divide_by) {
   settle();
   if (phase_ == Phase::backward)
     throw GuardError("join was called inside backward; call it before the forward of each batch");
-  const double mine[] = {samples, static_cast<double>(divide_by)};
-  const auto answers = communicator_->all_gather(text("batches of step ", step_),
-                                                 std::string(reinterpret_cast<const char*>(mine), sizeof mine));
+  struct Facts {
+    double samples;
+    DivideBy divide_by;
+  };
+  const auto answers = communicator_->all_gather(text("batches of step ", step_), packed(Facts{samples, divide_by}));
   const size_t ranks = answers.size();
   took_part_.resize(ranks);
   double total = 0, active = 0;
   for (size_t r = 0; r < ranks; ++r) {
-    double theirs[2];
-    std::memcpy(theirs, answers[r].data(), sizeof theirs);
-    if (theirs[1] != mine[1])
+    const auto theirs = unpacked<Facts>(answers[r]);
+    if (theirs.divide_by != divide_by)
       throw AgreementError(text("join in step ", step_, ": rank ", communicator_->rank().value, " and rank ", r,
                                 " divide gradients by different numbers; call the same join on all ranks, with the same "
                                 "DivideBy"));
-    total += theirs[0];
-    active += theirs[0] > 0 ? 1 : 0;
-    took_part_[r] = took_part_[r] || theirs[0] > 0;
+    total += theirs.samples;
+    active += theirs.samples > 0 ? 1 : 0;
+    took_part_[r] = took_part_[r] || theirs.samples > 0;
   }
   sits_out_ = active > 0 && samples == 0;
   if (active == 0) return false;
@@ -52,10 +53,7 @@ void Engine::sit_out() {
   if (reduction_pending_) make_reduced();
   ++backwards_;
   weight_ = 1.0;
-  for (const auto& unit : units_) {
-    unit->complete = false;
-    unit->expected = unit->count_trainable();
-  }
+  expect_gradients();
   hand_over(/*arrivals=*/true);
   some_sit_out_ = false;
 }

@@ -1,6 +1,4 @@
 // The part of Engine that reads and writes the ranks' parts of parameters and gradients.
-#include <algorithm>
-
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/engine.h"
@@ -24,7 +22,7 @@ void Engine::agree_on_parts(const std::string& label, const std::vector<NewValue
     const std::string what = text(parameter.name, each.values.defined() ? " given" : " none");
     hashes.push_back(hash_of_bytes(what.data(), static_cast<int64_t>(what.size())));
   }
-  agree_on_values(label, hashes, [&](size_t i) { return units_[all[i].unit]->parameters()[all[i].parameter].name; });
+  agree_on_values(label, hashes, all);
 }
 
 void Engine::write_parts(const std::vector<NewValues>& all) {
@@ -33,14 +31,7 @@ void Engine::write_parts(const std::vector<NewValues>& all) {
   release_all();
   refuse_replaced();
   agree_on_parts("new values of parameters' parts", all);  // from here on nobody reads
-  std::vector<bool> written(units_.size(), false);
-  for (const auto& each : all) {
-    units_[each.unit]->write_shard(each.parameter, each.values);
-    units_[each.unit]->parameters()[each.parameter].tensor.unsafeGetTensorImpl()->bump_version();
-    written[each.unit] = true;
-  }
-  for (size_t u = 0; u < units_.size(); ++u)
-    if (written[u]) units_[u]->publish_next_epoch();
+  write_each(all, &Unit::write_shard);
 }
 
 void Engine::show_gradients() {
@@ -67,12 +58,10 @@ void Engine::write_gradients(const std::vector<NewValues>& all) {
   std::vector<NewValues> parts;
   std::vector<uint64_t> hashes;
   for (const auto& [unit, parameter, values] : all) {
-    const at::Tensor whole = values.defined() ? values.detach().contiguous() : values;
-    hashes.push_back(whole.defined() ? hash_of_bytes(whole.const_data_ptr(), static_cast<int64_t>(whole.nbytes())) : 0);
-    parts.push_back({unit, parameter, whole.defined() ? part_of(*this, {unit, parameter}, whole) : whole});
+    hashes.push_back(values.defined() ? hash_of_values(values) : 0);
+    parts.push_back({unit, parameter, values.defined() ? part_of(*this, {unit, parameter}, values) : values});
   }
-  agree_on_values("new gradients", hashes,
-                  [&](size_t i) { return units_[all[i].unit]->parameters()[all[i].parameter].name; });
+  agree_on_values("new gradients", hashes, all);
   write_gradient_parts(parts);
 }
 

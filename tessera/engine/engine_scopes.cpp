@@ -1,7 +1,4 @@
 // The part of Engine that gathers, edits and releases units on the caller's word.
-#include <algorithm>
-#include <utility>
-
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/engine.h"
@@ -20,19 +17,14 @@ void Engine::hold(const std::vector<uint32_t>& units) {
   if (phase_ == Phase::backward) throw GuardError("units can't be gathered or edited by hand inside backward");
   for (const uint32_t index : units) {
     Unit& unit = *units_[index];
-    if (unit.residency() != Residency::resident) {
-      traffic_.gather_wait += unit.gather(step_);
-      ++traffic_.gathers;
-      resident_.push_back(index);
-    }
+    if (unit.residency() != Residency::resident) gather(index);
     ++unit.holders;
   }
 }
 
 void Engine::let_go(const std::vector<uint32_t>& units) {
   for (const uint32_t index : units) --units_[index]->holders;
-  for (const uint32_t index : units)
-    if (units_[index]->holders == 0 && units_[index]->residency() == Residency::resident) release(index);
+  release_units(units);
 }
 
 void Engine::edit(const std::vector<uint32_t>& units, const std::function<void()>& body) {

@@ -3,43 +3,32 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "tessera/base/error.h"
+#include "tessera/base/packed.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/hash.h"
 #include "tessera/engine/parts.h"
 
 namespace tessera {
-namespace {
-
-template <class T>
-std::string packed(const std::vector<T>& values) {
-  return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
-}
-
-template <class T>
-std::vector<T> unpacked(const std::string& bytes) {
-  std::vector<T> values(bytes.size() / sizeof(T));
-  if (!values.empty()) std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
-  return values;
-}
-
-}  // namespace
-
 void Engine::agree_on_values(const std::string& label, const std::vector<uint64_t>& hashes,
                              const std::function<std::string(size_t)>& name) {
   const auto everyones = communicator_->all_gather(label, packed(hashes));
-  const auto first = unpacked<uint64_t>(everyones[0]);
+  const auto first = unpacked_all<uint64_t>(everyones[0]);
   for (int r = 1; r < communicator_->size(); ++r) {
-    const auto theirs = unpacked<uint64_t>(everyones[static_cast<size_t>(r)]);
+    const auto theirs = unpacked_all<uint64_t>(everyones[static_cast<size_t>(r)]);
     for (size_t i = 0; i < std::max(first.size(), theirs.size()); ++i)
       if (i >= first.size() || i >= theirs.size() || first[i] != theirs[i])
         throw AgreementError(text(label, ": the values of parameter '", i < hashes.size() ? name(i) : "?",
                                   "' differ between ranks 0 and ", r,
                                   "; all ranks must write the same (use one seed, or load the same file)"));
   }
+}
+
+void Engine::agree_on_values(const std::string& label, const std::vector<uint64_t>& hashes,
+                             const std::vector<NewValues>& of) {
+  agree_on_values(label, hashes, [&](size_t i) { return units_[of[i].unit]->parameters()[of[i].parameter].name; });
 }
 
 void Engine::refuse_replaced() const {
@@ -58,17 +47,19 @@ void Engine::write(const std::vector<NewValues>& all) {
   refuse_in_scope("new values of parameters");
   release_all();
   std::vector<uint64_t> hashes;
-  for (const auto& each : all) {
-    const at::Tensor values = each.values.detach().contiguous();
-    hashes.push_back(hash_of_bytes(values.const_data_ptr(), static_cast<int64_t>(values.nbytes())));
-  }
-  const auto name = [&](size_t i) { return units_[all[i].unit]->parameters()[all[i].parameter].name; };
-  agree_on_values("new values of parameters", hashes, name);  // from here on nobody reads
+  for (const auto& each : all) hashes.push_back(hash_of_values(each.values));
+  agree_on_values("new values of parameters", hashes, all);  // from here on nobody reads
+  write_each(all, &Unit::write_values);
+}
+
+void Engine::write_each(const std::vector<NewValues>& all, void (Unit::*write)(ParameterIndex, const at::Tensor&)) {
   std::vector<bool> written(units_.size(), false);
-  for (const auto& each : all) {
-    units_[each.unit]->write_values(each.parameter, each.values);
-    units_[each.unit]->parameters()[each.parameter].tensor.unsafeGetTensorImpl()->bump_version();
-    written[each.unit] = true;
+  for (const auto& [u, p, values] : all) {
+    Unit& unit = *units_[u];
+    (unit.*write)(p, values);
+    // Autograd must know: what was saved for a backward holds other values now.
+    unit.parameters()[p].tensor.unsafeGetTensorImpl()->bump_version();
+    written[u] = true;
   }
   for (size_t u = 0; u < units_.size(); ++u)
     if (written[u]) units_[u]->publish_next_epoch();

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/base/packed.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/hash.h"
@@ -35,18 +36,6 @@ uint64_t trainable_of(const std::vector<std::unique_ptr<Unit>>& units) {
   for (const auto& unit : units)
     for (const auto& parameter : unit->parameters()) flags += parameter.tensor.requires_grad() ? '1' : '0';
   return hash_of_bytes(flags.data(), static_cast<int64_t>(flags.size()));
-}
-
-template <class T>
-std::string packed(const T& value) {
-  return std::string(reinterpret_cast<const char*>(&value), sizeof value);
-}
-
-template <class T>
-T unpacked(const std::string& bytes) {
-  T value;
-  std::memcpy(&value, bytes.data(), sizeof value);
-  return value;
 }
 
 StepFacts facts_of(const std::vector<std::unique_ptr<Unit>>& units, StepFacts facts) {

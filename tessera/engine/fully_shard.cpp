@@ -106,11 +106,11 @@ void keep_after_forward(std::vector<UnitSpec>& units, const ShardOptions& option
     bool found = false;
     for (auto& unit : units)
       if (matches(pattern, unit.name)) found = unit.kept_after_forward = true;
+    if (found) continue;
     std::string names;
     for (const auto& unit : units) names += text(names.empty() ? "" : ", ", unit.name);
-    if (!found)
-      throw ConfigError(text("the pattern '", pattern,
-                             "' of units to keep after forward matches none of this model, whose units are ", names));
+    throw ConfigError(text("the pattern '", pattern,
+                           "' of units to keep after forward matches none of this model, whose units are ", names));
   }
 }
 
@@ -230,12 +230,6 @@ std::unique_ptr<ModuleBuffers> buffers_of(const ModuleTree& model, const ShardOp
   return std::make_unique<ModuleBuffers>(std::move(buffers), options.buffers);
 }
 
-std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& named) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& each : named) tensors.push_back(each.tensor);
-  return tensors;
-}
-
 void check_precision(const Precision& precision) {
   const auto require = [](const char* what, const std::optional<c10::ScalarType>& type, bool good, const char* wanted) {
     if (type && !good) throw ConfigError(text("precision.", what, " is ", c10::toString(*type), ", but must be ", wanted));
@@ -308,7 +302,7 @@ Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOption
   materialize(ignored_of(model, options));
   auto arena = ArenaLease::take(communicator);
   const auto give_values = [&](UnitSpec& unit) {
-    materialize(tensors_of(unit));
+    materialize(tensors_of(unit.parameters));
     if (options.initial == Initial::broadcast) broadcast_values(*communicator, unit);
   };
   auto engine = std::make_shared<Engine>(

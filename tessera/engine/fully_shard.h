@@ -218,7 +218,6 @@ class Sharded {
     Gathered& operator=(const Gathered&) = delete;
 
    private:
-    std::vector<uint64_t> hashes_of(uint32_t unit) const;
     Engine* engine_;
     std::vector<uint32_t> units_;
     std::vector<std::vector<uint64_t>> hashes_;  // by unit and parameter, at the start

@@ -93,7 +93,7 @@ void Engine::on_reduced_gradient(const std::string& pattern, ReducedGradientHook
   HookedParameters hooked{{}, std::move(hook)};
   for (uint32_t u = 0; u < units_.size(); ++u)
     for (ParameterIndex p = 0; p < units_[u]->parameters().size(); ++p)
-      if (matches(pattern, units_[u]->parameters()[p].name)) hooked.parameters.emplace_back(u, p);
+      if (matches(pattern, units_[u]->parameters()[p].name)) hooked.parameters.push_back({u, p});
   if (hooked.parameters.empty())
     throw ConfigError(text("on_reduced_gradient: the pattern '", pattern, "' matches no parameter of the sharded model"));
   hooks_.push_back(std::move(hooked));

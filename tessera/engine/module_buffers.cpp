@@ -4,9 +4,9 @@
 #include <ATen/ops/from_blob.h>
 
 #include <cstdio>
-#include <cstring>
 
 #include "tessera/base/error.h"
+#include "tessera/base/packed.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/hash.h"
 
@@ -47,17 +47,14 @@ std::vector<uint64_t> ModuleBuffers::marks() const {
 
 // The name of the first of these buffers that differs between ranks, or "".
 std::string ModuleBuffers::differing(Communicator& communicator, std::vector<size_t> which) {
-  std::string hashes;
-  for (const size_t i : which) {
-    const std::string bytes = bytes_of(buffers_[i].second);
-    const uint64_t hash = hash_of_bytes(bytes.data(), static_cast<int64_t>(bytes.size()));
-    hashes.append(reinterpret_cast<const char*>(&hash), sizeof hash);
-  }
-  const auto everyones = communicator.all_gather("hashes of buffers", hashes);
+  std::vector<uint64_t> hashes;
+  for (const size_t i : which) hashes.push_back(hash_of_values(buffers_[i].second));
+  std::vector<std::vector<uint64_t>> everyones;
+  for (const auto& bytes : communicator.all_gather("hashes of buffers", packed(hashes)))
+    everyones.push_back(unpacked_all<uint64_t>(bytes));
   for (size_t i = 0; i < which.size(); ++i)
     for (const auto& theirs : everyones)
-      if (theirs.size() != hashes.size() || std::memcmp(&theirs[i * 8], &everyones[0][i * 8], 8) != 0)
-        return buffers_[which[i]].first;
+      if (theirs.size() != hashes.size() || theirs[i] != everyones[0][i]) return buffers_[which[i]].first;
   return "";
 }
 

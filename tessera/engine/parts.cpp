@@ -52,7 +52,7 @@ std::vector<ParameterPlace> places_of(const Engine& engine) {
 
 ParameterPlace find(const Engine& engine, const std::string& name) {
   for (const auto& place : places_of(engine))
-    if (engine.units()[place.unit]->parameters()[place.parameter].name == name) return place;
+    if (parameter_at(engine, place).name == name) return place;
   throw ConfigError(text("'", name, "' is no parameter of the sharded model; Sharded::named_parameters lists their names"));
 }
 

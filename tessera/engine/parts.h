@@ -12,6 +12,10 @@ namespace tessera {
 /// All parameters, in the order of Sharded::parameters().
 std::vector<ParameterPlace> places_of(const Engine& engine);
 
+inline const UnitParameter& parameter_at(const Engine& engine, const ParameterPlace& place) {
+  return engine.units()[place.unit]->parameters()[place.parameter];
+}
+
 /// Throws ConfigError if no parameter has that full name.
 ParameterPlace find(const Engine& engine, const std::string& name);
 

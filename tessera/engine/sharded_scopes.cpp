@@ -1,5 +1,4 @@
 // The part of Sharded that gathers, edits, prefetches and releases units by name.
-#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -29,17 +28,16 @@ std::vector<uint32_t> units_matching(const Engine& engine, const std::string& pa
 Sharded::Gathered::Gathered(Engine& engine, std::vector<uint32_t> units)
     : engine_(&engine), units_(std::move(units)), exceptions_(std::uncaught_exceptions()) {
   engine_->hold(units_);
-  for (const uint32_t u : units_) hashes_.push_back(engine_->units()[u]->edited() ? std::vector<uint64_t>{} : hashes_of(u));
+  for (const uint32_t u : units_)
+    hashes_.push_back(engine_->units()[u]->edited() ? std::vector<uint64_t>{} : engine_->units()[u]->hashes());
 }
-
-std::vector<uint64_t> Sharded::Gathered::hashes_of(uint32_t unit) const { return engine_->units()[unit]->hashes(); }
 
 Sharded::Gathered::~Gathered() noexcept(false) {
   std::string written;
   for (size_t i = 0; i < units_.size() && std::uncaught_exceptions() == exceptions_; ++i) {
     const Unit& unit = *engine_->units()[units_[i]];
     if (unit.edited()) continue;  // by operators, which is kept
-    const auto now = hashes_of(units_[i]);
+    const auto now = unit.hashes();
     for (ParameterIndex p = 0; p < now.size() && written.empty(); ++p)
       if (now[p] != hashes_[i][p]) written = text("parameter '", unit.parameters()[p].name, "' (unit '", unit.name(), "')");
   }

@@ -22,10 +22,6 @@ std::vector<Engine::NewValues> placed(const Engine& engine, const Named& values)
   return all;
 }
 
-const UnitParameter& parameter_at(const Engine& engine, const ParameterPlace& place) {
-  return engine.units()[place.unit]->parameters()[place.parameter];
-}
-
 // A copy's differences to the model that it is to be a copy of.
 std::string differences(const Engine& from, const Engine& to) {
   std::string faults;

@@ -35,9 +35,9 @@ std::string guard_message(const std::string& unit) {
 
 }  // namespace
 
-std::vector<at::Tensor> tensors_of(const UnitSpec& unit) {
+std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& named) {
   std::vector<at::Tensor> tensors;
-  for (const auto& parameter : unit.parameters) tensors.push_back(parameter.tensor);
+  for (const auto& each : named) tensors.push_back(each.tensor);
   return tensors;
 }
 

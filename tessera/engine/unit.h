@@ -35,7 +35,7 @@ struct UnitSpec {
   bool kept_after_forward = false;  ///< stays gathered until backward has used it
 };
 
-std::vector<at::Tensor> tensors_of(const UnitSpec& unit);
+std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& named);
 
 /// Where a unit's parameters are.
 enum class Residency : uint8_t { sharded, gathering, resident };

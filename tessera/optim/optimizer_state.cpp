@@ -9,13 +9,13 @@
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "tessera/base/error.h"
+#include "tessera/base/packed.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/parts.h"
 
@@ -24,10 +24,6 @@ namespace {
 
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamState;
-
-const UnitParameter& parameter_at(const Engine& engine, const ParameterPlace& place) {
-  return engine.units()[place.unit]->parameters()[place.parameter];
-}
 
 // ---- torch::optim ----------------------------------------------------------------------------------------------------
 
@@ -188,11 +184,9 @@ void load(const Sharded& sharded, Optimizer& optimizer, const OptimizerState& st
 std::vector<int64_t> updates_of(Engine& engine, AdamW& optimizer) {
   std::vector<int64_t> updates;
   for (const auto& place : places_of(engine)) updates.push_back(optimizer.moments(place.unit, place.parameter).updates);
-  const std::string mine(reinterpret_cast<const char*>(updates.data()), updates.size() * sizeof(int64_t));
-  for (const auto& bytes : engine.communicator().all_gather("updates of AdamW", mine)) {
-    std::vector<int64_t> theirs(updates.size());
-    std::memcpy(theirs.data(), bytes.data(), std::min(bytes.size(), theirs.size() * sizeof(int64_t)));
-    for (size_t i = 0; i < updates.size(); ++i) updates[i] = std::max(updates[i], theirs[i]);
+  for (const auto& bytes : engine.communicator().all_gather("updates of AdamW", packed(updates))) {
+    const auto theirs = unpacked_all<int64_t>(bytes);
+    for (size_t i = 0; i < updates.size(); ++i) updates[i] = std::max(updates[i], theirs.at(i));
   }
   return updates;
 }
