@@ -82,12 +82,11 @@ TEST(Cases, B15FrozenAtFirstThenUnfrozen) {
   for_every_placement([](const World& world, const Placements& placements) {
     const auto run = [&](bool sharded_run) {
       auto net = common_net();
-      const bool fp32_gradients = placements.gradient == Placement::sharded;
       std::optional<Sharded> sharded;
       for (auto& parameter : net->parameters()) parameter.set_requires_grad(false);
       auto options = net_s_options(placements);
       options.precision.working = torch::kBFloat16;
-      if (fp32_gradients) options.precision.gradient = torch::kFloat;
+      options.precision.gradient = torch::kFloat;
       if (sharded_run)
         sharded = fully_shard(net, mesh_for(world, placements), options);
       else

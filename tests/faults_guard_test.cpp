@@ -184,13 +184,13 @@ TEST(Guard, PlacementsAndTypesThatCannotBe) {
     expect_words(
         refusal<ConfigError>([&] { fully_shard(net, Mesh(alone()), {.placements = {.parameter = Placement::sharded}}); }),
         {"parameter=sharded"});
-    for (const auto& placements : {ddp(), zero1()})
+    for (const auto& placements : {ddp(), zero3()})
       expect_words(refusal<ConfigError>([&] {
                      fully_shard(
                          net, Mesh(alone()),
-                         {.placements = placements, .precision = {.working = torch::kBFloat16, .gradient = torch::kFloat}});
+                         {.placements = placements, .precision = {.working = torch::kBFloat16, .gradient = torch::kDouble}});
                    }),
-                   {"replicated gradients", "BFloat16", "Float", "zero2"});
+                   {"precision.gradient", "Double", "(root)", "Float"});
     // Nothing of it has touched the model.
     EXPECT_NO_THROW(net->layers[0]->weight.data_ptr<float>());
   });

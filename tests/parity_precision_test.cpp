@@ -33,7 +33,7 @@ struct Draw {
   explicit Draw(uint64_t seed);
   std::string description() const;
   bool ours() const { return updates != Updates::torch_sgd; }
-  /// Gradients of micro-batches add up on each rank, in the working type, before they are reduced.
+  /// Gradients of micro-batches add up on each rank, in fp32, before they are reduced.
   bool adds_up_first() const { return ours() && placements.gradient == Placement::replicated; }
   /// Does the fused optimizer get the ranks' own gradients, without a rounded sum in between? Not in the first step where
   /// gradients are sharded, and not where several ranks update the same elements.
@@ -45,6 +45,8 @@ struct Draw {
     return updates == Updates::fused_adamw && parts == ranks && (placements.gradient == Placement::replicated || step > 0);
   }
   double kept_scale(double scale) const { return gradient == torch::kHalf ? scale : 1; }
+  /// In which the ranks hand their gradients over.
+  torch::Dtype taken() const { return placements.gradient == Placement::replicated ? gradient : net.type; }
   uint64_t data(int step, int micro, int rank) const {
     return seed * 1000 + static_cast<uint64_t>((step * micros + micro) * ranks + rank);
   }
@@ -76,7 +78,7 @@ Draw::Draw(uint64_t drawn) : seed(drawn) {
   layout = kinds[draw(0, 4)];
   net.type = draw(0, 1) == 0 ? torch::kBFloat16 : torch::kHalf;
   updates = static_cast<Updates>(draw(0, 2));
-  gradient = placements.gradient == Placement::sharded && draw(0, 1) == 0 ? torch::kFloat : net.type;
+  gradient = draw(0, 1) == 0 ? torch::kFloat : net.type;
   if (draw(0, 1) == 0) moments = torch::kBFloat16;
   const double scale = std::ldexp(1.0, draw(6, 20));  // the largest overflow in fp16
   if (draw(0, 2) > 0)
@@ -109,22 +111,22 @@ struct Seen {
 struct PlainParameter {
   Tensor working, master;
   std::vector<Tensor> of_ranks;  ///< each rank's gradient of this micro-batch, or of all of them if it adds up first
-  Tensor kept;                   ///< the reduced gradient, times the scale where it is fp16
+  Tensor kept;                   ///< the reduced gradient
   bool alone = false;            ///< it has what `of_ranks` has, and no more
   Tensor exp_avg, exp_avg_sq;
   int64_t updates = 0;
 };
 
-// kept ← round(scale · Σ ranks + kept), as the kernel does it.
+// kept ← kept + round(scale · Σ ranks)
 void reduce(const Draw& draw, PlainParameter& p, double scale) {
   Tensor sum;
   for (const auto& gradient : p.of_ranks)
     if (gradient.defined()) sum = sum.defined() ? sum + gradient.to(torch::kFloat) : gradient.to(torch::kFloat);
   p.alone = sum.defined() && !p.kept.defined();
   if (!sum.defined()) return;
-  sum = sum * static_cast<float>(draw.kept_scale(scale) / draw.ranks / scale);
-  if (p.kept.defined()) sum = sum + p.kept.to(torch::kFloat);
-  p.kept = sum.to(draw.gradient);
+  sum = (sum * static_cast<float>(draw.kept_scale(scale) / draw.ranks / scale)).to(draw.gradient).to(torch::kFloat) *
+        static_cast<float>(1 / draw.kept_scale(scale));
+  p.kept = p.kept.defined() ? sum + p.kept : sum;
 }
 
 void update_adamw(const Draw& draw, PlainParameter& p, double scale, int step) {
@@ -132,7 +134,7 @@ void update_adamw(const Draw& draw, PlainParameter& p, double scale, int step) {
   std::vector<const void*> sources;
   for (const auto& gradient : ranks_own ? p.of_ranks : std::vector{p.kept})
     if (gradient.defined()) sources.push_back(gradient.const_data_ptr());
-  const double factor = ranks_own ? 1.0 / draw.ranks / scale : 1 / draw.kept_scale(scale);
+  const double factor = ranks_own ? 1.0 / draw.ranks / scale : 1;
   const AdamWStep factors{.lr = kAdamW.lr,
                           .beta1 = kAdamW.beta1,
                           .beta2 = kAdamW.beta2,
@@ -145,7 +147,7 @@ void update_adamw(const Draw& draw, PlainParameter& p, double scale, int step) {
     p.exp_avg = torch::zeros(p.master.sizes(), moment);
     p.exp_avg_sq = torch::zeros(p.master.sizes(), moment);
   }
-  adamw_update({sources, element_of(ranks_own ? draw.net.type : draw.gradient)}, factors,
+  adamw_update({sources, element_of(ranks_own ? draw.taken() : torch::kFloat)}, factors,
                {.master = p.master.data_ptr(),
                 .exp_avg = p.exp_avg.data_ptr(),
                 .exp_avg_sq = p.exp_avg_sq.data_ptr(),
@@ -176,20 +178,27 @@ std::vector<Seen> unsharded(const Draw& draw) {
     for (int micro = 0; micro < draw.micros; ++micro) {
       for (int r = 0; r < draw.ranks; ++r) {
         const Tensor loss = net->loss(draw.data(step, micro, r), 2 + r % 2, draw.without(step, micro, r)) / draw.micros;
-        if (draw.adds_up_first())
-          for (auto& [name, p] : parameters) p.working.mutable_grad() = p.of_ranks[static_cast<size_t>(r)];
         (loss.to(torch::kFloat) * scale).backward();
-        for (auto& [name, p] : parameters)
-          p.of_ranks[static_cast<size_t>(r)] = std::exchange(p.working.mutable_grad(), Tensor());
+        for (auto& [name, p] : parameters) {
+          Tensor& sum = p.of_ranks[static_cast<size_t>(r)];
+          const Tensor gradient = std::exchange(p.working.mutable_grad(), Tensor());
+          if (!draw.adds_up_first())
+            sum = gradient;
+          else if (gradient.defined())
+            sum = sum.defined() ? sum.to(torch::kFloat) + gradient : gradient.to(torch::kFloat);
+        }
       }
       if (draw.adds_up_first() && micro + 1 < draw.micros) continue;
+      for (auto& [name, p] : parameters)
+        for (auto& gradient : p.of_ranks)
+          if (gradient.defined()) gradient = gradient.to(draw.taken());
       for (auto& [name, p] : parameters) reduce(draw, p, scale);
     }
     Seen seen{true, 0, {}, {}};
     for (auto& [name, p] : parameters) {
       if (!p.kept.defined()) continue;
       seen.applied = seen.applied && p.kept.isfinite().all().item<bool>();
-      seen.gradients[name] = p.kept.to(torch::kFloat) * static_cast<float>(1 / draw.kept_scale(scale));
+      seen.gradients[name] = p.kept.clone();
     }
     const torch::NoGradGuard no_grad;
     for (auto& [name, p] : parameters) {
@@ -256,7 +265,7 @@ std::vector<Seen> sharded_run(const Draw& draw, const World& world) {
     Seen seen{true, 0, {}, {}};
     if (draw.updates != Updates::fused_adamw)
       for (const auto& [name, gradient] : sharded.full_gradients())
-        if (gradient.defined()) seen.gradients[name] = gradient.to(torch::kFloat);
+        if (gradient.defined()) seen.gradients[name] = gradient;
     seen.applied = ours ? ours->step() : sharded.step(*theirs);
     sharded.zero_grad();
     seen.scale = sharded.loss_scale();
@@ -278,7 +287,8 @@ void compare(const Draw& draw, const World& world) {
     if (draw.updates != Updates::fused_adamw) {
       EXPECT_EQ(sharded[s].gradients.size(), plain[s].gradients.size()) << "step " << s + 1;
       for (const auto& [name, gradient] : sharded[s].gradients)
-        EXPECT_TRUE(plain[s].gradients.contains(name) && same(gradient, plain[s].gradients.at(name)))
+        EXPECT_TRUE(plain[s].gradients.contains(name) &&
+                    same(gradient, plain[s].gradients.at(name).to(gradient.scalar_type())))
             << "gradient of " << name << " in step " << s + 1;
     }
     for (const auto& [name, master] : sharded[s].masters)

@@ -79,13 +79,11 @@ TEST(Moments, OtherTypesAreRefused) {
   });
 }
 
-// ---- gradients of micro-batches
-// -------------------------------------------------------------------------------------------
+// ---- gradients of micro-batches ----------------------------------------------------------------------------------------
 
 /// Gradients of many micro-batches, of which most are too small for a sum in 16 bits, add up in fp32.
 TEST(GradientType, Fp32AddsUpWhatSixteenBitsWouldLose) {
   for_every_placement([](const World& world, const Placements& placements) {
-    if (placements.gradient != Placement::sharded) return;
     for (const auto working : {torch::kHalf, torch::kBFloat16}) {
       auto net = common_net(), plain = common_net();
       plain->to(working);
@@ -114,6 +112,70 @@ TEST(GradientType, Fp32AddsUpWhatSixteenBitsWouldLose) {
         EXPECT_TRUE(torch::allclose(gradient, sums[name], 1e-6, 1e-7)) << name;
       }
     }
+  });
+}
+
+/// The same where sums over ranks are in 16 bits, under any optimizer.
+TEST(GradientType, SixteenBitsOfManyMicroBatchesAddUpInFp32) {
+  constexpr int64_t kBatches = 12;
+  enum class Updates { torch, ours, fused };
+  for_every_placement([](const World& world, const Placements& placements) {
+    for (const auto working : {torch::kHalf, torch::kBFloat16})
+      for (const auto updates : {Updates::torch, Updates::ours, Updates::fused}) {
+        const double share = working == torch::kHalf ? 1.0 / 8192 : 1.0 / 512, tolerance = 6 * share;
+        auto net = common_net(), plain = common_net();
+        auto options = net_s_options(placements);
+        options.precision.working = working;
+        auto sharded = fully_shard(net, mesh_for(world, placements), options);
+        std::optional<AdamW> optimizer;
+        if (updates != Updates::torch)
+          optimizer.emplace(
+              sharded, AdamWOptions{.lr = 1, .eps = 1, .weight_decay = 0, .fused_reduction = updates == Updates::fused});
+        std::map<std::string, Tensor> expected, values;
+        for (auto& item : plain->named_parameters()) values[item.key()] = item.value().detach().clone();
+        plain->to(working);
+        net_s_loss(plain, World{}, 0, working).backward();
+        for (auto& item : plain->named_parameters())
+          expected[item.key()] = item.value().grad().to(torch::kFloat) * (1 + (kBatches - 1) * share);
+        for (int64_t batch = 0; batch < kBatches; ++batch) {
+          std::optional<Sharded::Accumulating> held;
+          if (batch + 1 < kBatches) held.emplace(sharded.engine());
+          (net_s_loss(net, world, 0, working).to(torch::kFloat) * (batch == 0 ? 1 : share)).backward();
+        }
+        if (optimizer) optimizer->step();
+        for (const auto& [name, shard] : sharded.named_parameters()) {
+          Tensor found = sharded.full_of(name, optimizer ? shard : shard.grad());
+          if (optimizer) {  // of g the first update makes g / (|g| + eps)
+            const Tensor change = values[name] - found;
+            found = change / (1 - change.abs());
+          }
+          const auto wanted = expected[name];
+          EXPECT_LE((found - wanted).norm().item<double>(), tolerance * wanted.norm().item<double>())
+              << name << ", " << c10::toString(working) << ", " << static_cast<int>(updates);
+        }
+      }
+  });
+}
+
+TEST(GradientType, GradientsThatAreNotDroppedAddUpInFp32) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    std::vector<std::map<std::string, Tensor>> runs;
+    for (const auto gradient : {torch::kFloat, torch::kBFloat16}) {
+      auto net = common_net();
+      auto options = net_s_options(placements);
+      options.precision = {.working = torch::kBFloat16, .gradient = gradient};
+      auto sharded = fully_shard(net, mesh_for(world, placements), options);
+      AdamW optimizer(sharded, {.lr = 0.1, .eps = 1e-3});
+      for (int64_t s = 0; s < 6; ++s) {
+        net_s_loss(net, world, s, torch::kBFloat16).backward();
+        optimizer.step();
+        if (s % 3 == 2) optimizer.zero_grad();
+      }
+      runs.emplace_back();
+      for (const auto& [name, value] : sharded.full_parameters()) runs.back()[name] = value;
+    }
+    for (const auto& [name, value] : runs[0])
+      EXPECT_TRUE(torch::allclose(runs[1][name].to(torch::kFloat), value.to(torch::kFloat), 1e-2, 1e-2)) << name;
   });
 }
 

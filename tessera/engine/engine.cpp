@@ -228,11 +228,14 @@ void Engine::begin_training_pass() {
 
 void Engine::refuse_unconsumed() const {
   if (!unconsumed_ || accumulating_ > 0) return;
-  bool shown = reduction_pending_ || (consumer_ != nullptr && consumer_->fuses_reduction());
+  std::string first;
   for (const auto& unit : units_)
-    for (const auto& parameter : unit->parameters()) shown |= parameter.gradient().defined();
-  if (!shown) return;  // they were dropped on purpose
-  throw GuardError(text("the gradients of step ", step_,
+    for (const auto& parameter : unit->parameters())
+      if (first.empty() && parameter.gradient().defined())
+        first = text(" (the first is that of parameter '", parameter.name, "' of unit '", unit->name(), "')");
+  const bool used_as_they_come = reduction_pending_ || (consumer_ != nullptr && consumer_->fuses_reduction());
+  if (first.empty() && !used_as_they_come) return;  // they were dropped on purpose
+  throw GuardError(text("the gradients of step ", step_, first,
                         " were reduced, but no optimizer used them. Build the optimizer from the shards "
                         "(tessera::AdamW(sharded, …) or a torch::optim optimizer over sharded.parameters()), not from the "
                         "model's own parameters, and "

@@ -88,7 +88,7 @@ class Engine final : public AccessHandler {
   void on_scaled_loss(double scale);
 
   /// Backwards until `end_accumulating` are not the last of their step.
-  void begin_accumulating();
+  void begin_accumulating() { ++accumulating_; }
   void end_accumulating() { --accumulating_; }
 
   /// √Σ gradient² over all parameters, the same on all ranks (collective). Clips to `max_norm` unless it is infinite:
@@ -260,7 +260,6 @@ class Engine final : public AccessHandler {
   bool reduction_pending_ = false;      // posted, and left for the optimizer to reduce
   bool sums_pending_ = false;           // sharded gradients are summed, and not exchanged between the ranks of one part
   bool unconsumed_ = false;             // gradients wait for a step
-  bool said_16_bits_ = false;           // said once that micro-batches add up in 16 bits
   bool departed_ = false;               // said once that an iteration departed from the schedule
   std::vector<bool> updated_anywhere_;  // by unit: some rank has a gradient for it in the step that was agreed on
   double weight_ = 1.0;                 // of this rank's gradients in the coming backward

@@ -24,8 +24,8 @@ void Engine::on_gradient(uint32_t index, ParameterIndex p) {
   Unit& unit = *units_[index];
   if (unit.replaced(p)) refuse_replaced();
   if (scaler_.in_use() && !loss_was_scaled_) refuse_unscaled(unit.parameters()[p].name);
-  if (keeps_local_gradients(unit)) {  // autograd goes on adding to it, unless each part has a weight of its own
-    if (weight_ != 1) unit.take_gradient(p, weight_);
+  if (keeps_local_gradients(unit)) {  // autograd goes on adding to it, unless that rounds or each part has its own weight
+    if (weight_ != 1 || unit.working_type_is_narrow()) unit.take_gradient(p, weight_, true);
     return;
   }
   if (unit.complete) start_another_round(index, p);
@@ -124,20 +124,6 @@ void Engine::reduce(uint32_t index) {
   to_return_.push_back(index);
 }
 
-void Engine::begin_accumulating() {
-  ++accumulating_;
-  if (std::exchange(said_16_bits_, true) || communicator_->rank().value != 0) return;
-  for (const auto& unit : units_)
-    if (unit->trainable() && c10::elementSize(unit->gradient_type()) < 4) {
-      std::fprintf(
-          stderr,
-          "tessera: gradients of micro-batches add up in %s (unit '%s'), which loses small ones; shard the gradients "
-          "(zero2, zero3, hybrid) with precision.gradient = torch::kFloat (said once)\n",
-          c10::toString(unit->gradient_type()), unit->name().c_str());
-      return;
-    }
-}
-
 void Engine::end_backward() {
   if (phase_ != Phase::backward) return;
   // A backward that a node of another one ran, without NestedBackward: the other goes on. Ends with the next operator or
@@ -174,7 +160,9 @@ void Engine::synchronise(bool keep_local) {
   to_reduce_ = std::move(replicated);
   take_back_lent();
   sums_pending_ = any_unit([](const Unit& unit) { return unit.gradients_sharded() && unit.shares_sums(); });
-  if (accumulating_ == 0 || consumer_ == nullptr) share_sums();
+  // What adds up in the shards' .grad has to be whole each time.
+  const bool whole = any_unit([](const Unit& unit) { return unit.gradients_sharded() && unit.adds_up_where_shown(); });
+  if (accumulating_ == 0 || consumer_ == nullptr || whole) share_sums();
   if (consumer_ != nullptr)
     reduction_pending_ = !to_reduce_.empty();
   else
@@ -187,6 +175,8 @@ void Engine::synchronise(bool keep_local) {
 }
 
 void Engine::reduce_replicated(GradientConsumer* consumer) {
+  // Gradients that were not dropped, in a wider type than those that come: all are used when they are added up.
+  if (any_unit([](const Unit& unit) { return unit.adds_up_where_shown() && unit.shows_gradients(); })) consumer = nullptr;
   const std::vector<uint32_t> indices(to_reduce_.begin(), to_reduce_.end());
   const auto timed = [&](auto&& action) {
     const auto start = Clock::now();

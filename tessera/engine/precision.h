@@ -13,7 +13,9 @@ namespace tessera {
 struct Precision {
   /// What the module computes with; default: each parameter's own type.
   std::optional<c10::ScalarType> working = {};
-  /// Of the reduced gradient; default: the working type. Sums are formed in fp32 in any case.
+  /// Of the gradient that one backward reduces; default: the working type. Sums over ranks are formed in fp32 and rounded to
+  /// it once. Those of several backwards add up in the master type: in the shards' .grad, or, where replicated gradients
+  /// are kept for a later reduction, on each rank before. Replicated gradients are exchanged in it too.
   std::optional<c10::ScalarType> gradient = {};
   /// What floating-point buffers of the module are converted to; default: they stay as they are.
   std::optional<c10::ScalarType> buffers = {};

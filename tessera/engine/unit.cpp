@@ -62,12 +62,10 @@ Unit::Unit(UnitSpec spec, uint32_t index, const Precision& precision, Communicat
     throw ConfigError(text("parameter '", spec.parameters.front().name, "' is complex, and there are no complex numbers of ",
                            c10::toString(working_type_),
                            "; leave precision.working unset, or set it to float32 or float64"));
-  if (!gradients_sharded() && gradient_type_ != working_type_)
-    throw ConfigError(text("unit '", name_, "': replicated gradients stay in the type that backward makes, ",
-                           c10::toString(working_type_), ", not ", c10::toString(gradient_type_),
-                           "; leave precision.gradient unset, or shard the gradients (zero2, zero3)"));
+  taken_type_ = gradients_sharded() ? working_type_ : gradient_type_;
   master_size_ = static_cast<int64_t>(c10::elementSize(master_type_));
   gradient_size_ = static_cast<int64_t>(c10::elementSize(gradient_type_));
+  taken_size_ = static_cast<int64_t>(c10::elementSize(taken_type_));
   layout_ =
       Layout(shapes_of(spec), spec.rule.layout, communicator.size(), static_cast<int64_t>(c10::elementSize(working_type_)));
   state_size_ = layout_.shard(division_.optimizer_part(communicator.rank()), division_.optimizer_parts()).value;
@@ -113,8 +111,9 @@ void Unit::lay_out(UnitSpec& spec) {
   if (scattered || master_type_ != working_type_)
     master_ = PrivateBuffer(Bytes(state_size_ * master_size_), "master parameters");
   exchange_ = communicator_.gradient_exchange(name_, spec.parameters.size());
-  staging_area_ = communicator_.peer_readable(name_ + " staging", whole);
-  if (!gradients_sharded()) sums_area_ = communicator_.peer_readable(name_ + " sums", whole);
+  const Bytes taken = size_of(layout_.total(), taken_size_);
+  staging_area_ = communicator_.peer_readable(name_ + " staging", taken);
+  if (!gradients_sharded()) sums_area_ = communicator_.peer_readable(name_ + " sums", taken);
   if (gradients_sharded()) {
     const Numel largest = layout_.largest_shard(division_.optimizer_parts());
     gradient_ = communicator_.peer_readable(name_ + " gradient shard", Bytes(largest.value * gradient_size_));

@@ -127,8 +127,13 @@ class Unit {
   std::vector<uint64_t> hashes() const;
 
   // Gradients.
-  /// Takes parameter `p`'s gradient, times `weight`, out of the module's tensor into memory that peers can read.
-  void take_gradient(ParameterIndex p, double weight);
+  /// Takes parameter `p`'s gradient, times `weight`, out of the module's tensor into memory that peers can read; or, if more
+  /// micro-batches are to be added to it before it is handed over, to `keep` it in the master type.
+  void take_gradient(ParameterIndex p, double weight, bool keep = false);
+  /// Micro-batches would lose small gradients if autograd added them up.
+  bool working_type_is_narrow() const { return working_type_ != master_type_; }
+  /// Reduced gradients are narrower than the shards' .grad, so those of several backwards are added up there.
+  bool adds_up_where_shown() const { return gradient_type_ != master_type_; }
   /// Hands the taken gradients to the peers.
   void post();
   bool posted_by_all() const;
@@ -163,8 +168,9 @@ class Unit {
   /// Lends no more, if all peers are done. Returns whether nothing is lent.
   bool take_back();
   std::chrono::nanoseconds wait_finished(int64_t step);
-  void forget_gradients();    ///< the step is over
-  bool any_gradient() const;  ///< from some rank's backward, or set here
+  void forget_gradients();       ///< the step is over
+  bool shows_gradients() const;  ///< some shard has a .grad
+  bool any_gradient() const;     ///< from some rank's backward, or set here
 
   // Accounting, bytes.
   Bytes parameter_bytes() const;  ///< this rank's share of the working parameters
@@ -222,6 +228,8 @@ class Unit {
   void refuse_change_of_partial(ParameterIndex p, int64_t step) const;
   void write_reduced(ParameterIndex p, const at::Tensor& values);
   void show_gradient(ParameterIndex p);
+  void add_to_shown(ParameterIndex p);
+  void consume_shown(ParameterIndex p, GradientConsumer& consumer, int64_t step);
   void show_gradient_anew(ParameterIndex p);
   at::Tensor reduced_shard(ParameterIndex p) const;
 
@@ -234,7 +242,8 @@ class Unit {
   Layout layout_;
   bool complex_ = false;
   c10::ScalarType working_type_, master_type_, gradient_type_;
-  int64_t master_size_, gradient_size_;  // bytes an element
+  c10::ScalarType taken_type_;  // in which gradients are handed over: replicated ones are summed in place, so as the sum
+  int64_t master_size_, gradient_size_, taken_size_;  // bytes an element
   std::vector<UnitParameter> parameters_;
   int64_t state_size_ = 0;  // elements of the packed shard that this rank updates
 

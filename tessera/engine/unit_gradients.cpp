@@ -20,8 +20,7 @@ at::Tensor Unit::readable_by_peers(const at::Tensor& gradient, ParameterIndex p)
     // Small blocks, and all blocks when the arena is full, come from the system's allocator.
     if (round_ > 0) exchange_->wait_finished(round_, name_, 0);
     keep_staged_sum(p);
-    copy = at::from_blob(staging_area_.get() + layout_.offset(p).value * layout_.element_size(), gradient.sizes(),
-                         gradient.options());
+    copy = at::from_blob(staging_area_.get() + layout_.offset(p).value * taken_size_, gradient.sizes(), gradient.options());
     staging_ += Bytes(static_cast<int64_t>(gradient.nbytes()));
   }
   return copy.copy_(gradient);
@@ -30,8 +29,9 @@ at::Tensor Unit::readable_by_peers(const at::Tensor& gradient, ParameterIndex p)
 // A sum that further gradients are added to must not lie where they are staged.
 void Unit::keep_staged_sum(ParameterIndex p) {
   auto& parameter = parameters_[p];
-  const int64_t at = layout_.offset(p).value * layout_.element_size();
-  if (!parameter.gradient().defined() || !parameter.sum.defined() || parameter.sum.data_ptr() != staging_area_.get() + at)
+  const int64_t at = layout_.offset(p).value * taken_size_;
+  if (adds_up_where_shown() || !parameter.gradient().defined() || !parameter.sum.defined() ||
+      parameter.sum.data_ptr() != staging_area_.get() + at)
     return;
   const bool shown_in_place = shows_reduced(p);
   parameter.sum = at::from_blob(sums_area_.get() + at, parameter.sum.sizes(), parameter.sum.options()).copy_(parameter.sum);
@@ -39,25 +39,27 @@ void Unit::keep_staged_sum(ParameterIndex p) {
   if (shown_in_place) show_gradient_anew(p);
 }
 
-void Unit::take_gradient(ParameterIndex p, double weight) {
+void Unit::take_gradient(ParameterIndex p, double weight, bool keep) {
   const at::NoGradGuard no_grad;
   auto& parameter = parameters_[p];
   at::Tensor gradient = std::move(parameter.tensor.mutable_grad());
   parameter.tensor.mutable_grad() = at::Tensor();
   gradient = gradient.detach();
   if (gradient.is_sparse()) gradient = gradient.to_dense();
-  gradient = real_pairs(gradient.to(module_type()).contiguous());
+  gradient = real_pairs(gradient.to(keep && working_type_is_narrow() ? master_type_ : module_type()).contiguous());
   if (weight != 1) gradient = gradient * weight;
-  if (parameter.taken.defined())  // backward reaches the parameter more than once, as recomputed parts do
+  if (parameter.taken.defined())  // of an earlier micro-batch; or backward reaches it more than once, as recomputed parts do
     parameter.taken.add_(gradient);
   else
-    parameter.taken = readable_by_peers(gradient, p);
+    parameter.taken = keep ? gradient : readable_by_peers(gradient, p);
   if (!parameter.arrived) ++arrivals;
   parameter.arrived = true;
 }
 
 void Unit::post() {
   if (round_ > 0) exchange_->wait_finished(round_, name_, 0);  // the offers of the round before may still be read
+  for (ParameterIndex p = 0; p < parameters_.size(); ++p)
+    if (auto& taken = parameters_[p].taken; taken.defined()) taken = readable_by_peers(taken.to(taken_type_), p);
   ++round_;
   lent = Bytes{};
   for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
@@ -95,18 +97,19 @@ void Unit::reduce(double scale, GradientConsumer* consumer, int64_t step) {
       const void* gradient = exchange_->gradient(Rank(r), p);
       if (gradient == nullptr) continue;
       sources.push_back(gradient);
-      if (r != communicator_.rank().value) reduced_bytes += count_of(parameter.summed) * layout_.element_size();
+      if (r != communicator_.rank().value) reduced_bytes += count_of(parameter.summed) * taken_size_;
     }
     if (sources.empty()) {  // no rank used it: it has no gradient, which is not the same as zero
       if (consumer == nullptr || !parameter.has_gradient || !parameter.gradient().defined()) continue;
+      // Those of earlier rounds.
       take_in_shown(p, step);
       parameter.partial = division_.shares_sums();
-      consume_sum(p, *consumer, step);  // of earlier rounds
+      consume_sum(p, *consumer, step);
       continue;
     }
     parameter.has_gradient = true;
     take_in_shown(p, step);
-    reduce_parameter(p, {sources, element_of(working_type_)}, scale, consumer, step);
+    reduce_parameter(p, {sources, element_of(taken_type_)}, scale, consumer, step);
   }
   if (gradients_sharded() || !division_.shares_sums()) return exchange_->finish(round_);
   offer_sums();
@@ -116,18 +119,19 @@ void Unit::reduce(double scale, GradientConsumer* consumer, int64_t step) {
 void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double scale, GradientConsumer* consumer,
                             int64_t step) {
   auto& parameter = parameters_[p];
-  const bool accumulate = parameter.gradient().defined() || parameter.partial;
+  const bool add_where_shown = adds_up_where_shown() && parameter.gradient().defined();
+  const bool accumulate = !adds_up_where_shown() && (parameter.gradient().defined() || parameter.partial);
   parameter.partial = division_.shares_sums();
   if (!gradients_sharded()) prepare_sum(p, accumulate);
   // Where several ranks update the same elements, they need each other's sums. All must use the same: where sums are
   // rounded, the rounded one.
   const bool leave_sum = division_.shares_sums();
-  const bool consume_now = consumer != nullptr && !accumulate && !(leave_sum && gradient_type_ != master_type_);
+  const bool consume_now = consumer != nullptr && !accumulate && !add_where_shown && !(leave_sum && adds_up_where_shown());
   parameter.squares = 0;
   std::vector<const void*> sources(from.sources.size());
   for (const Run& run : parameter.summed) {
     for (size_t i = 0; i < sources.size(); ++i)
-      sources[i] = static_cast<const std::byte*>(from.sources[i]) + run.begin * layout_.element_size();
+      sources[i] = static_cast<const std::byte*>(from.sources[i]) + run.begin * taken_size_;
     const SumSources here{sources, from.element};
     parameter.squares += consume_now
                              ? consumer->consume(piece_of(p, run, here, scale / loss_scale_, step, leave_sum)).squares
@@ -135,13 +139,12 @@ void Unit::reduce_parameter(ParameterIndex p, const SumSources& from, double sca
                                                       reduced_at(p, run), element_of(gradient_type_), run.count));
   }
   if (consume_now) return;
-  if (consumer != nullptr)
-    consume_sum(p, *consumer, step);
-  else if (!division_.shares_sums())
-    show_gradient(p);
+  if (!division_.shares_sums() && (consumer == nullptr || add_where_shown)) show_gradient(p);
+  if (consumer != nullptr) consume_sum(p, *consumer, step);
 }
 
 void Unit::consume_sum(ParameterIndex p, GradientConsumer& consumer, int64_t step) {
+  if (adds_up_where_shown() && parameters_[p].gradient().defined()) return consume_shown(p, consumer, step);
   for (const Run& run : parameters_[p].summed) {
     const void* sum = reduced_at(p, run);
     consumer.consume(piece_of(p, run, {{&sum, 1}, element_of(gradient_type_)}, 1.0 / kept_scale_, step));
@@ -154,8 +157,8 @@ void Unit::prepare_sum(ParameterIndex p, bool accumulate) {
   // The sum of this rank's part takes the place of its own gradient, which nobody else reads there.
   parameter.sum = parameter.lent;
   if (parameter.sum.defined()) return;
-  parameter.sum = at::from_blob(staging_area_.get() + layout_.offset(p).value * layout_.element_size(), layout_.shape(p),
-                                at::TensorOptions().dtype(working_type_));
+  parameter.sum = at::from_blob(staging_area_.get() + layout_.offset(p).value * taken_size_, layout_.shape(p),
+                                at::TensorOptions().dtype(taken_type_));
   staged_ = std::max(staged_, staging_ += Bytes(static_cast<int64_t>(parameter.sum.nbytes())));
 }
 
@@ -248,10 +251,13 @@ bool Unit::take_back() {
   return true;
 }
 
+bool Unit::shows_gradients() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.gradient().defined(); });
+}
+
 bool Unit::any_gradient() const {
-  for (const auto& parameter : parameters_)
-    if (parameter.has_gradient || parameter.gradient().defined()) return true;
-  return false;
+  return shows_gradients() ||
+         std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.has_gradient; });
 }
 
 void Unit::forget_gradients() {

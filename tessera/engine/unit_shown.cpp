@@ -59,6 +59,7 @@ bool Unit::changed_since_shown(ParameterIndex p) const {
 void Unit::show_gradient(ParameterIndex p) {
   const at::NoGradGuard no_grad;
   auto& parameter = parameters_[p];
+  if (adds_up_where_shown() && parameter.gradient().defined()) return add_to_shown(p);
   if (!shows_reduced(p) || gradient_type_ != master_type_) {
     // Detached: torch::optim's zero_grad refuses gradients that are views for autograd.
     at::Tensor gradient = reduced_shard(p).to(master_type_).detach();
@@ -66,6 +67,18 @@ void Unit::show_gradient(ParameterIndex p) {
     parameter.shard.mutable_grad() = gradient;
   }
   note_shown(p);
+}
+
+void Unit::add_to_shown(ParameterIndex p) {
+  at::Tensor& shown = parameters_[p].shard.mutable_grad();
+  const at::Tensor before = shown_gradient(p);
+  const bool in_place = shown.scalar_type() == master_type_ && !shown.is_inference();
+  const at::Tensor more = reduced_shard(p).to(master_type_);
+  if (in_place)
+    shown.add_(more, 1 / kept_scale_);
+  else
+    shown = before.add(more, 1 / kept_scale_);
+  measure(p);
 }
 
 void Unit::show_gradient_anew(ParameterIndex p) {
@@ -109,13 +122,13 @@ void Unit::take_in_shown(ParameterIndex p, int64_t step) {
   auto& parameter = parameters_[p];
   if (!parameter.gradient().defined()) return;
   refuse_change_of_partial(p, step);
-  if (parameter.partial) return;
+  if (parameter.partial || adds_up_where_shown()) return;
   if (!shows_reduced(p)) {
     const at::NoGradGuard no_grad;
     const at::Tensor shown = shown_gradient(p);
     if (!gradients_sharded() && !parameter.sum.defined())
-      parameter.sum = at::from_blob(sums_area_.get() + layout_.offset(p).value * layout_.element_size(), layout_.shape(p),
-                                    at::TensorOptions().dtype(working_type_));
+      parameter.sum = at::from_blob(sums_area_.get() + layout_.offset(p).value * taken_size_, layout_.shape(p),
+                                    at::TensorOptions().dtype(taken_type_));
     write_reduced(p, shown);
   }
   note_shown(p);
@@ -201,14 +214,16 @@ void Unit::change_gradient(ParameterIndex p, const ReducedGradientHook& change) 
 }
 
 void Unit::consume_gradients(GradientConsumer& consumer, int64_t step) {
-  for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
-    const at::Tensor shown = shown_gradient(p);
-    if (!shown.defined()) continue;
-    const auto* at = static_cast<const std::byte*>(shown.const_data_ptr());
-    for (const Run& run : parameters_[p].updated) {
-      const void* gradient = at + (run.local - parameters_[p].updated.front().local) * master_size_;
-      consumer.consume(piece_of(p, run, {{&gradient, 1}, element_of(master_type_)}, 1.0, step));
-    }
+  for (ParameterIndex p = 0; p < parameters_.size(); ++p)
+    if (parameters_[p].gradient().defined()) consume_shown(p, consumer, step);
+}
+
+void Unit::consume_shown(ParameterIndex p, GradientConsumer& consumer, int64_t step) {
+  const at::Tensor shown = shown_gradient(p);
+  const auto* at = static_cast<const std::byte*>(shown.const_data_ptr());
+  for (const Run& run : parameters_[p].updated) {
+    const void* gradient = at + (run.local - parameters_[p].updated.front().local) * master_size_;
+    consumer.consume(piece_of(p, run, {{&gradient, 1}, element_of(master_type_)}, 1.0, step));
   }
 }
 
