@@ -315,7 +315,7 @@ TEST(CasesUses, AnExceptionInForwardOnAllRanks) {
 
 TEST(CasesUses, RanksThatAreLateNowAndThen) {
   auto loop = four([](Four& net, int64_t step, int rank) {
-    const auto pause = [&](int64_t place) {
+    const auto pause = [step, rank](int64_t place) {
       if ((step + rank + place) % 3 == 0) usleep(5000);
     };
     Tensor x = samples(step, rank);

@@ -243,6 +243,9 @@ class Sharded {
 
   /// `optimizer_bytes_per_element`: of optimizers other than tessera::AdamW, which is asked itself.
   StateBytes state_bytes(int64_t optimizer_bytes_per_element = 0) const;
+  /// The most that this rank will hold of the model's state at once in a step, known before the first. Neither recomputation
+  /// nor reshard_after_forward changes it on one host, where gathered parameters are read in place.
+  PeakBytes predicted_peak(int64_t optimizer_bytes_per_element = 0) const;
   int64_t parameter_count() const;  ///< elements of all parameters of the model, each counted once
   Engine& engine() const { return *engine_; }
   const std::shared_ptr<Engine>& shared_engine() const { return engine_; }

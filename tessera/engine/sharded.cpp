@@ -108,6 +108,15 @@ StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {
   return bytes;
 }
 
+PeakBytes Sharded::predicted_peak(int64_t optimizer_bytes_per_element) const {
+  std::vector<UnitSizes> sizes;
+  const auto& units = engine_->units();
+  for (uint32_t u = 0; u < units.size(); ++u)
+    sizes.push_back(units[u]->sizes(optimizer_bytes_per_element +
+                                    (engine_->consumer() ? engine_->consumer()->bytes_per_element(u) : 0)));
+  return tessera::predicted_peak(sizes, engine_->communicator().rank());
+}
+
 int64_t Sharded::parameter_count() const {
   int64_t count = 0;
   for (const auto& unit : engine_->units()) count += unit->layout().real().value / (unit->complex() ? 2 : 1);

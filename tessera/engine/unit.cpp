@@ -285,6 +285,24 @@ Bytes Unit::gradient_bytes() const {
   return gradient_ && trainable_type(working_type_) ? Bytes(state_size_ * gradient_size_) : Bytes{};
 }
 
+UnitSizes Unit::sizes(int64_t moments) const {
+  UnitSizes sizes{.layout = layout_,
+                  .division = division_,
+                  .placements = placements_,
+                  .working = layout_.element_size(),
+                  .taken = taken_size_,
+                  .gradient = gradient_size_,
+                  .master = master_.data() == nullptr ? 0 : master_size_,
+                  .moments = moments,
+                  .trainable = {}};
+  for (const auto& parameter : parameters_) {
+    sizes.trainable.push_back(parameter.tensor.requires_grad());
+    const bool copied = adds_up_where_shown() || (!gradients_sharded() && parameter.updated.size() > 1);
+    if (copied && sizes.trainable.back()) sizes.shown_copies += count_of(parameter.updated) * master_size_;
+  }
+  return sizes;
+}
+
 double Unit::real_share_of_parameters() const {
   return layout_.real_share(division_.parameter_part(communicator_.rank()), division_.parameter_parts());
 }

@@ -15,6 +15,7 @@
 #include "tessera/layout/division.h"
 #include "tessera/layout/layout.h"
 #include "tessera/layout/partition_spec.h"
+#include "tessera/layout/peak.h"
 #include "tessera/layout/placements.h"
 #include "tessera/storage/guarded_storage.h"
 #include "tessera/storage/private_buffer.h"
@@ -177,6 +178,7 @@ class Unit {
   Bytes gradient_bytes() const;   ///< of the gradient shard; 0 if gradients are replicated, which stay where they grew
   Bytes master_bytes() const { return master_.bytes(); }    ///< of separate master weights
   Bytes staged_bytes() const { return staged_; }            ///< of gradients that were copied to where peers can read
+  UnitSizes sizes(int64_t moments) const;                   ///< `moments`: bytes an element
   int64_t updated_elements() const { return state_size_; }  ///< of this rank's packed shard, padding included
   /// Of this rank's part of the parameters, and of its shard: the fraction that belongs to parameters.
   double real_share_of_parameters() const;
