@@ -25,8 +25,8 @@ namespace tessera {
 namespace {
 
 constexpr char kRecord = '\x1e';
-// What a rank reads before it waits for the others, so that it hears of their errors, and a slow disk is not taken for a rank
-// that hangs.
+// What a rank reads before it waits for the others, so that it hears of their errors, and a slow disk is not taken for a
+// rank that hangs.
 constexpr Bytes kRound{int64_t{1} << 30};
 constexpr const char* kPartly =
     "; some parameters and buffers have the files' values now and others not: load again, or discard the model";
@@ -177,9 +177,9 @@ int64_t rounds_of(Communicator& communicator, const SafetensorsReader& reader) {
   return (most + kRound.value - 1) / kRound.value;
 }
 
-void read_all(Engine& engine, const SafetensorsSet& files, const LoadPlan& plan, LoadReport& report) {
+void read_all(Engine& engine, const SafetensorsSet& files, LoadPlan& plan, LoadReport& report) {
   std::vector<SafetensorsReader::Source> sources;
-  for (const auto& item : plan.items) sources.push_back({item.entries[0], item.target.runs});
+  for (auto& item : plan.items) sources.push_back({item.entries[0], std::move(item.target.runs)});
   SafetensorsReader reader(files, std::move(sources));
   Writer writer(engine, plan);
   Communicator& communicator = engine.communicator();
