@@ -63,6 +63,17 @@ TEST(LoadRefuses, TensorsThatAreNotTheModels) {
   });
 }
 
+TEST(LoadRefuses, NamesBehindAPrefixAreSuggested) {
+  const TestFolder folder;
+  Named values;
+  for (const auto& [name, value] : net_s_values(5)) values["net." + name] = value;
+  write_safetensors(folder.file("x"), values);
+  on_ranks(2, [&](World world) {
+    Refusing refusing(world, zero3());
+    refusing.expect<ConfigError>(folder.file("x"), {"'middle.bias'; did you mean 'net.middle.bias'?"});
+  });
+}
+
 TEST(LoadRefuses, LongListsAreCut) {
   const TestFolder folder;
   write_safetensors(folder.file("x"), {});
@@ -83,6 +94,9 @@ TEST(LoadRefuses, WhatATypeCannotHold) {
   const Case kCases[] = {
       {torch::kFloat, torch::kFloat8_e4m3fn, true},
       {torch::kFloat, torch::kFloat8_e5m2, true},
+      {torch::kFloat, torch::kFloat8_e8m0fnu, true},
+      {torch::kLong, torch::kUInt32, true},
+      {torch::kLong, torch::kUInt64, false},
       {torch::kFloat, torch::kLong, false},
       {torch::kLong, torch::kFloat, false},
       {torch::kLong, torch::kInt, true},

@@ -197,7 +197,7 @@ void read_all(Engine& engine, const SafetensorsSet& files, LoadPlan& plan, LoadR
           kPartly);
   });
   for (const auto& item : plan.items)
-    if (item.target.buffer) engine.buffers()->note_equal(*item.target.buffer);
+    for (const size_t buffer : item.target.buffers) engine.buffers()->note_equal(buffer);
   report.read += reader.read_bytes();
   report.reads += reader.reads();
 }

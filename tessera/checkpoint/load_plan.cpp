@@ -27,18 +27,18 @@ LoadTarget sharded_target(const Engine& engine, const ParameterPlace& place) {
   return {.names = {parameter.name},
           .place = place,
           .whole = {},
-          .buffer = {},
+          .buffers = {},
           .complex = unit.complex(),
           .shape = unit.layout().shape(place.parameter),
           .type = unit.working_type(),
           .runs = parameter.updated};
 }
 
-LoadTarget whole_target(const std::string& name, const at::Tensor& tensor, std::optional<size_t> buffer) {
+LoadTarget whole_target(const std::string& name, const at::Tensor& tensor) {
   LoadTarget target{.names = {name},
                     .place = {},
                     .whole = tensor.detach(),
-                    .buffer = buffer,
+                    .buffers = {},
                     .complex = tensor.is_complex(),
                     .shape = tensor.sizes().vec(),
                     .type = real_type(tensor.scalar_type()),
@@ -51,7 +51,7 @@ LoadTarget whole_target(const std::string& name, const at::Tensor& tensor, std::
 std::vector<LoadTarget> targets_of(Engine& engine) {
   std::vector<LoadTarget> targets;
   for (const auto& place : places_of(engine)) targets.push_back(sharded_target(engine, place));
-  for (const auto& parameter : engine.ignored()) targets.push_back(whole_target(parameter.name, parameter.tensor, {}));
+  for (const auto& parameter : engine.ignored()) targets.push_back(whole_target(parameter.name, parameter.tensor));
   for (auto& target : targets)
     if (const auto found = engine.other_names().find(target.names[0]); found != engine.other_names().end())
       target.names.insert(target.names.end(), found->second.begin(), found->second.end());
@@ -62,9 +62,10 @@ std::vector<LoadTarget> targets_of(Engine& engine) {
     const auto& [name, buffer] = buffers[i];
     const auto [found, fresh] = seen.emplace(buffer.unsafeGetTensorImpl(), targets.size());
     if (fresh)
-      targets.push_back(whole_target(name, buffer, i));
+      targets.push_back(whole_target(name, buffer));
     else
       targets[found->second].names.push_back(name);
+    targets[found->second].buffers.push_back(i);
   }
   return targets;
 }
@@ -134,6 +135,13 @@ std::vector<std::string> required(const std::vector<std::string>& names, const L
   std::copy_if(names.begin(), names.end(), std::back_inserter(left),
                [&](const auto& name) { return !is_optional(name, options); });
   return left;
+}
+
+// What the files probably call `name`: usually the same behind another prefix.
+std::string hint_for(const std::string& name, const std::vector<std::string>& names) {
+  for (const auto& other : names)
+    if (other.ends_with("." + name) || name.ends_with("." + other)) return text("; did you mean '", other, "'?");
+  return did_you_mean(name, names);
 }
 
 // A pattern that says nothing is likely misspelt.
@@ -225,8 +233,7 @@ LoadPlan::LoadPlan(Engine& engine, const SafetensorsSet& files, const LoadOption
   for (size_t i = 0; i < lacking.size(); ++i) {
     const auto& there = looked_for[lacking[i]];
     const std::string renamed = there == lacking[i] ? "" : text(" (as '", there, "')");
-    faults.add("missing in the files",
-               text("'", lacking[i], "'", renamed, i < kListed ? did_you_mean(there, unexpected) : ""));
+    faults.add("missing in the files", text("'", lacking[i], "'", renamed, i < kListed ? hint_for(there, unexpected) : ""));
   }
   for (const auto& name : required(unexpected, options)) faults.add("not in the model", text("'", name, "'"));
   if (const auto words = faults.words(); !words.empty())

@@ -18,7 +18,7 @@ struct LoadTarget {
   std::vector<std::string> names;       ///< in the model
   std::optional<ParameterPlace> place;  ///< of a sharded parameter
   at::Tensor whole;                     ///< else
-  std::optional<size_t> buffer;         ///< its number, if it is one
+  std::vector<size_t> buffers;          ///< its numbers among the engine's, if it is one
   bool complex = false;
   std::vector<int64_t> shape;  ///< of complex ones as pairs, with one more dim
   c10::ScalarType type;        ///< real

@@ -22,6 +22,12 @@ std::string type_of(const torch::Tensor& tensor) {
       return "F8_E4M3";
     case torch::kFloat8_e5m2:
       return "F8_E5M2";
+    case torch::kFloat8_e8m0fnu:
+      return "F8_E8M0";
+    case torch::kUInt32:
+      return "U32";
+    case torch::kUInt64:
+      return "U64";
     case torch::kComplexFloat:
       return "C64";
     case torch::kLong:
