@@ -6,9 +6,9 @@
 #include <span>
 
 #include "cli/config_file.h"
-#include "cli/suggest.h"
 #include "cli/train_option_table.h"
 #include "tessera/base/error.h"
+#include "tessera/base/suggest.h"
 #include "tessera/base/text.h"
 
 namespace tessera::cli {

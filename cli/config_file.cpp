@@ -8,9 +8,9 @@
 #include <sstream>
 #include <type_traits>
 
-#include "cli/suggest.h"
 #include "models/text_file.h"
 #include "tessera/base/error.h"
+#include "tessera/base/suggest.h"
 #include "tessera/base/text.h"
 
 namespace tessera::cli {

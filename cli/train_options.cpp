@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "cli/output.h"
-#include "cli/suggest.h"
 #include "tessera/base/error.h"
+#include "tessera/base/suggest.h"
 #include "tessera/base/text.h"
 
 namespace tessera::cli {

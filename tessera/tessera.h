@@ -2,6 +2,7 @@
 
 /// All of Tessera that a training program needs.
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/load.h"
 #include "tessera/engine/annotate.h"
 #include "tessera/engine/deferred.h"
 #include "tessera/engine/ema.h"

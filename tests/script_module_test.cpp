@@ -14,6 +14,8 @@
 #include "tests/support/cases.h"
 #include "tests/support/on_ranks.h"
 #include "tests/support/refusal.h"
+#include "tests/support/safetensors_writer.h"
+#include "tests/support/test_folder.h"
 
 namespace tessera::test {
 namespace {
@@ -142,6 +144,24 @@ TEST(ScriptModule, EqualsTheUnshardedRun) {
   const std::string bytes = file();
   for_every_placement([&](const World& world, const Placements& placements) {
     train_both(bytes, world, {.placements = placements, .units = units_of_type({"Block"})});
+  });
+}
+
+TEST(ScriptModule, TakesValuesFromAFile) {
+  const TestFolder folder;
+  const std::string bytes = file();
+  std::map<std::string, Tensor> wanted;
+  for (const auto& [name, value] : tensors_of(loaded(bytes)))
+    if (name != "table") wanted[name] = value.detach() * 2 + 1;  // which is the head again
+  write_safetensors(folder.file("x"), wanted);
+  for_every_placement([&](const World& world, const Placements& placements) {
+    auto net = loaded(bytes);
+    auto sharded =
+        fully_shard(net, mesh_for(world, placements), {.placements = placements, .units = units_of_type({"Block"})});
+    load_at_once(sharded, folder.file("x"));
+    const auto copy = net.deepcopy();
+    for (const auto& [name, value] : tensors_of(copy))
+      EXPECT_TRUE(torch::equal(value, wanted.at(name == "table" ? "head" : name)));
   });
 }
 

@@ -1,10 +1,10 @@
-#include "cli/suggest.h"
+#include "tessera/base/suggest.h"
 
 #include <gtest/gtest.h>
 
 #include <vector>
 
-namespace tessera::cli {
+namespace tessera {
 namespace {
 
 const std::vector<std::string> kOptions{"--layers",     "--width", "--heads", "--kv-heads",
@@ -44,4 +44,4 @@ TEST(Suggest, MakesTheEndOfASentence) {
 }
 
 }  // namespace
-}  // namespace tessera::cli
+}  // namespace tessera

@@ -27,6 +27,8 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings&
       non_finite_(settings.non_finite),
       scale_(1.0 / settings.gradient_divisor),
       scaler_(settings.loss_scale),
+      ignored_(settings.ignored),
+      other_names_(settings.other_names),
       unwinding_(std::uncaught_exceptions()) {
   register_observer();
   for (auto& spec : specs) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -22,6 +23,9 @@ enum class NonFinite : uint8_t {
   stop,  ///< throw NonFiniteError, which names step and parameter, before anything is updated
   skip,  ///< leave parameters and optimizer state as they are, count the step as skipped, say so on stderr
 };
+
+/// The further names of tied parameters, by the first.
+using OtherNames = std::map<std::string, std::vector<std::string>>;
 
 /// What moving state has cost this rank since the engine was made. Byte counts are those of the collectives' volume: what
 /// came from peers, whether it was copied or is read in place.
@@ -47,6 +51,8 @@ struct EngineSettings {
   double gradient_divisor;  ///< of the ranks' summed gradients
   std::optional<LossScale> loss_scale;
   std::function<void(UnitSpec&)> prepare;  ///< called before each unit is made: afterwards its parameters have their values
+  std::vector<NamedParameter> ignored = {};  ///< parameters of the model that are in no unit
+  OtherNames other_names = {};
 };
 
 /// Runs the units of one model: gathers what operators touch, releases it, hands gradients over and has them reduced, and
@@ -60,6 +66,8 @@ class Engine final : public AccessHandler {
   Communicator& communicator() { return *communicator_; }
   const Precision& precision() const { return precision_; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
+  const std::vector<NamedParameter>& ignored() const { return ignored_; }  ///< of the model, in no unit
+  const OtherNames& other_names() const { return other_names_; }
   Phase phase() const { return phase_; }
   int64_t step() const { return step_; }        ///< the step that is being computed, from 1
   int64_t skipped() const { return skipped_; }  ///< steps skipped because of non-finite gradients
@@ -128,12 +136,19 @@ class Engine final : public AccessHandler {
   /// New values for this rank's parts of master parameters, or new reduced gradients (undefined: none), in the shape of the
   /// shard; all ranks name the same parameters. Ranks with the same part must give the same. Collective.
   void write_parts(const std::vector<NewValues>& all);
+  /// Throws GuardError if this rank can't be given new values now: in backward, in a scope that keeps a unit gathered, or
+  /// where a parameter was replaced.
+  void refuse_new_values(const char* what) const;
+  /// New values for parameters, the same ones on all ranks, none of which refuses: `write` gives each its part, by
+  /// Unit::write_part, and throws on all ranks or on none; what it wrote before it threw stays. Collective.
+  void write_in_pieces(const std::vector<ParameterPlace>& places, const std::function<void()>& write);
   void write_gradient_parts(const std::vector<NewValues>& all);
   /// The same with whole gradients, the same on all ranks.
   void write_gradients(const std::vector<NewValues>& all);
   /// Reduces what waits for that. This rank's part of each parameter's gradient is then its shard's .grad. Collective.
   void show_gradients();
   const ModuleBuffers* buffers() const { return buffers_.get(); }
+  ModuleBuffers* buffers() { return buffers_.get(); }
   /// Takes over the values of parameters that were replaced since they were sharded. Collective.
   void adopt();
   /// Throws GuardError naming the first parameter that was replaced.
@@ -178,6 +193,7 @@ class Engine final : public AccessHandler {
   void end_outermost_backward();
   void refuse_unconsumed() const;
   void refuse_in_scope(const char* what) const;
+  void refuse_in_backward(const std::string& what) const;
   bool stays(const Unit& unit) const;
   [[noreturn]] void refuse_unscaled(const std::string& parameter) const;
   void touch_units(std::span<const Access> accesses);
@@ -213,6 +229,7 @@ class Engine final : public AccessHandler {
                        const std::function<std::string(size_t)>& name);
   void agree_on_values(const std::string& label, const std::vector<uint64_t>& hashes, const std::vector<NewValues>& of);
   void write_each(const std::vector<NewValues>& all, void (Unit::*write)(ParameterIndex, const at::Tensor&));
+  void publish_written(const std::vector<ParameterPlace>& places);
   std::vector<at::Tensor> gradients_of_shards();
   void agree_on_parts(const std::string& label, const std::vector<NewValues>& all);
   void share_sums();
@@ -232,6 +249,8 @@ class Engine final : public AccessHandler {
   double scale_;  // of the ranks' summed gradients
   LossScaler scaler_;
   std::vector<std::unique_ptr<Unit>> units_;
+  std::vector<NamedParameter> ignored_;
+  OtherNames other_names_;
   std::unique_ptr<ModuleBuffers> buffers_;
   GradientConsumer* consumer_ = nullptr;
 

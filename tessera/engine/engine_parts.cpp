@@ -1,4 +1,6 @@
 // The part of Engine that reads and writes the ranks' parts of parameters and gradients.
+#include <torch/csrc/autograd/engine.h>
+
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/engine.h"
@@ -7,10 +9,14 @@
 
 namespace tessera {
 
+void Engine::refuse_in_backward(const std::string& what) const {
+  if (phase_ == Phase::backward || torch::autograd::get_current_graph_task_id() != -1)
+    throw GuardError(text(what, " came inside backward (step ", step_, "); call it when backward has returned"));
+}
+
 // All ranks must name the same, and none may be busy with what is about to be written.
 void Engine::agree_on_parts(const std::string& label, const std::vector<NewValues>& all) {
-  if (phase_ == Phase::backward)
-    throw GuardError(text(label, " came inside backward (step ", step_, "); call it when backward has returned"));
+  refuse_in_backward(label);
   std::vector<uint64_t> hashes;
   for (const auto& each : all) {
     const Unit& unit = *units_[each.unit];
@@ -32,6 +38,24 @@ void Engine::write_parts(const std::vector<NewValues>& all) {
   refuse_replaced();
   agree_on_parts("new values of parameters' parts", all);  // from here on nobody reads
   write_each(all, &Unit::write_shard);
+}
+
+void Engine::refuse_new_values(const char* what) const {
+  refuse_in_backward(what);
+  refuse_in_scope(what);
+  refuse_replaced();
+}
+
+void Engine::write_in_pieces(const std::vector<ParameterPlace>& places, const std::function<void()>& write) {
+  release_all();
+  communicator_->barrier("new values of parameters in pieces");  // from here on nobody reads
+  try {
+    write();
+  } catch (...) {
+    publish_written(places);
+    throw;
+  }
+  publish_written(places);
 }
 
 void Engine::show_gradients() {

@@ -44,6 +44,7 @@ void Engine::refuse_replaced() const {
 
 void Engine::write(const std::vector<NewValues>& all) {
   settle();
+  refuse_in_backward("new values of parameters");
   refuse_in_scope("new values of parameters");
   release_all();
   std::vector<uint64_t> hashes;
@@ -53,12 +54,19 @@ void Engine::write(const std::vector<NewValues>& all) {
 }
 
 void Engine::write_each(const std::vector<NewValues>& all, void (Unit::*write)(ParameterIndex, const at::Tensor&)) {
-  std::vector<bool> written(units_.size(), false);
+  std::vector<ParameterPlace> places;
   for (const auto& [u, p, values] : all) {
-    Unit& unit = *units_[u];
-    (unit.*write)(p, values);
+    ((*units_[u]).*write)(p, values);
+    places.push_back({u, p});
+  }
+  publish_written(places);
+}
+
+void Engine::publish_written(const std::vector<ParameterPlace>& places) {
+  std::vector<bool> written(units_.size(), false);
+  for (const auto& [u, p] : places) {
     // Autograd must know: what was saved for a backward holds other values now.
-    unit.parameters()[p].tensor.unsafeGetTensorImpl()->bump_version();
+    units_[u]->parameters()[p].tensor.unsafeGetTensorImpl()->bump_version();
     written[u] = true;
   }
   for (size_t u = 0; u < units_.size(); ++u)

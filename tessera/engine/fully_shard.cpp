@@ -212,11 +212,23 @@ std::string words_for(const ShardOptions& options, const Mesh& mesh, const Rules
               kept.empty() ? "" : ", kept after forward:", kept);
 }
 
-std::vector<at::Tensor> ignored_of(const ModuleTree& model, const ShardOptions& options) {
-  std::vector<at::Tensor> all;
-  std::vector<int> counts(options.ignored.size());
+OtherNames other_names_of(const ModuleTree& model) {
+  OtherNames names;
+  std::map<const at::TensorImpl*, std::string> first;
   for (const auto& [name, tensor] : model.parameters)
-    if (is_ignored(name, options.ignored, counts)) all.push_back(tensor);
+    if (const auto [found, fresh] = first.emplace(tensor.unsafeGetTensorImpl(), name); !fresh && tensor.defined())
+      names[found->second].push_back(name);
+  return names;
+}
+
+std::vector<NamedParameter> ignored_of(const ModuleTree& model, const ShardOptions& options) {
+  std::vector<NamedParameter> all;
+  std::vector<int> counts(options.ignored.size());
+  std::set<const at::TensorImpl*> seen;
+  for (const auto& parameter : model.parameters)
+    if (parameter.tensor.defined() && seen.insert(parameter.tensor.unsafeGetTensorImpl()).second &&
+        is_ignored(parameter.name, options.ignored, counts))
+      all.push_back(parameter);
   return all;
 }
 
@@ -299,7 +311,8 @@ Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOption
   require_memory(state_of_host(units, options),
                  text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", rules.words));
   materialize(tensors_of(model.buffers));
-  materialize(ignored_of(model, options));
+  auto ignored = ignored_of(model, options);
+  materialize(tensors_of(ignored));
   auto arena = ArenaLease::take(communicator);
   const auto give_values = [&](UnitSpec& unit) {
     materialize(tensors_of(unit.parameters));
@@ -308,7 +321,7 @@ Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOption
   auto engine = std::make_shared<Engine>(
       communicator,
       EngineSettings{options.precision, options.non_finite, options.gradient_divisor.value_or(communicator->size()),
-                     options.loss_scale, give_values},
+                     options.loss_scale, give_values, std::move(ignored), other_names_of(model)},
       std::move(units));
   auto buffers = buffers_of(model, options);
   buffers->agree(*communicator, options.initial == Initial::verify);

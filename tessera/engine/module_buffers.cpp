@@ -35,13 +35,16 @@ ModuleBuffers::ModuleBuffers(std::vector<std::pair<std::string, at::Tensor>> buf
 
 // What changes when a buffer is written: of small ones a hash of the contents, since batch_norm writes its running
 // statistics without counting up their version; of large ones (tables) the version.
-std::vector<uint64_t> ModuleBuffers::marks() const {
+uint64_t ModuleBuffers::mark(const at::Tensor& buffer) {
   constexpr size_t kSmall = 64 << 10;
+  return buffer.nbytes() <= kSmall && buffer.is_contiguous()
+             ? hash_of_bytes(buffer.const_data_ptr(), static_cast<int64_t>(buffer.nbytes()))
+             : buffer._version();
+}
+
+std::vector<uint64_t> ModuleBuffers::marks() const {
   std::vector<uint64_t> all;
-  for (const auto& [name, tensor] : buffers_)
-    all.push_back(tensor.nbytes() <= kSmall && tensor.is_contiguous()
-                      ? hash_of_bytes(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()))
-                      : tensor._version());
+  for (const auto& [name, buffer] : buffers_) all.push_back(mark(buffer));
   return all;
 }
 

@@ -31,12 +31,16 @@ class ModuleBuffers {
   /// for rank 0; empty means all. Collective.
   void synchronise(Communicator& communicator, const std::vector<bool>& speakers = {});
 
+  /// Buffer number `i` of named() was written, the same on all ranks: there is nothing to synchronise.
+  void note_equal(size_t i) { marks_[i] = mark(buffers_[i].second); }
+
   bool empty() const { return buffers_.empty(); }
   const std::vector<std::pair<std::string, at::Tensor>>& named() const { return buffers_; }
 
  private:
   std::string differing(Communicator& communicator, std::vector<size_t> which);
   std::vector<size_t> written_anywhere(Communicator& communicator);
+  static uint64_t mark(const at::Tensor& buffer);
   std::vector<uint64_t> marks() const;
 
   std::vector<std::pair<std::string, at::Tensor>> buffers_;

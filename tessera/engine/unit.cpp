@@ -138,15 +138,20 @@ void Unit::write_values(ParameterIndex p, const at::Tensor& values) {
     wrap(master_at(p, run), run.count, master_type_).copy_(flat.narrow(0, run.begin, run.count));
 }
 
-void Unit::write_shard(ParameterIndex p, const at::Tensor& values) {
+void Unit::write_part(ParameterIndex p, const at::Tensor& values, int64_t first) {
   const at::NoGradGuard no_grad;
   const at::Tensor flat = values.detach().contiguous().view(-1);
-  int64_t at = 0;
+  const Interval given{first, first + flat.numel()};
+  int64_t at = 0;  // of the run in the shard
   for (const Run& run : parameters_[p].updated) {
-    const at::Tensor part = flat.narrow(0, at, run.count);
-    wrap(master_at(p, run), run.count, master_type_).copy_(part);
-    if (master_.data() != nullptr) wrap(working_at(p, run), run.count, working_type_).copy_(part);
+    const Interval common = intersect({at, at + run.count}, given);
+    const int64_t skipped = common.begin - at;
     at += run.count;
+    if (common.empty()) continue;
+    const Run piece{run.begin + skipped, common.size(), run.local + skipped};
+    const at::Tensor part = flat.narrow(0, common.begin - first, common.size());
+    wrap(master_at(p, piece), piece.count, master_type_).copy_(part);
+    if (master_.data() != nullptr) wrap(working_at(p, piece), piece.count, working_type_).copy_(part);
   }
 }
 

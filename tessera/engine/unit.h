@@ -118,8 +118,10 @@ class Unit {
   void write_working_from_master();
   /// This rank's part of new values for parameter `p` (its shape, any floating type). To be called when nobody reads.
   void write_values(ParameterIndex p, const at::Tensor& values);
-  /// The same for this rank's shard of it, and for the reduced gradient of that (undefined: it has none).
-  void write_shard(ParameterIndex p, const at::Tensor& values);
+  /// The same for elements [first, first + values.numel()) of this rank's shard of it; for all of that shard; and for the
+  /// reduced gradient of that (undefined: it has none).
+  void write_part(ParameterIndex p, const at::Tensor& values, int64_t first);
+  void write_shard(ParameterIndex p, const at::Tensor& values) { write_part(p, values, 0); }
   void write_gradient(ParameterIndex p, const at::Tensor& values);
   /// Was the module's tensor given other memory (set_data, as torch::load and Module::to do) since it was sharded?
   bool replaced(ParameterIndex p) const;

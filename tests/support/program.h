@@ -19,6 +19,7 @@
 #include "cli/rank_process.h"
 #include "tessera/base/environment.h"
 #include "tessera/base/text.h"
+#include "tests/support/test_folder.h"
 
 namespace tessera::cli {
 
@@ -34,29 +35,7 @@ inline std::optional<std::string> program() {
 #define TESSERA_NEEDS_PROGRAM \
   if (!::tessera::cli::program()) GTEST_SKIP() << "the program is not built here"
 
-/// A folder of a test's own.
-class TestFolder {
- public:
-  TestFolder() {
-    std::string name = (std::filesystem::temp_directory_path() / "tessera-test-XXXXXX").string();
-    EXPECT_NE(::mkdtemp(name.data()), nullptr);
-    path_ = name;
-  }
-  ~TestFolder() { std::filesystem::remove_all(path_); }
-  TestFolder(const TestFolder&) = delete;
-  TestFolder& operator=(const TestFolder&) = delete;
-  std::string file(const std::string& name) const { return (path_ / name).string(); }
-  bool holds_nothing_but(const std::vector<std::string>& names) const {
-    size_t count = 0;
-    for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(path_)) ++count;
-    for (const auto& name : names)
-      if (!std::filesystem::exists(path_ / name)) return false;
-    return count == names.size();
-  }
-
- private:
-  std::filesystem::path path_;
-};
+using test::TestFolder;
 
 /// The program running with `arguments`, outside any launcher. What it prints is collected until it ends.
 class ProgramRun {

@@ -1,4 +1,4 @@
-#include "cli/suggest.h"
+#include "tessera/base/suggest.h"
 
 #include <algorithm>
 #include <cctype>
@@ -6,7 +6,7 @@
 
 #include "tessera/base/text.h"
 
-namespace tessera::cli {
+namespace tessera {
 namespace {
 
 std::string plain(std::string_view word) {
@@ -56,4 +56,4 @@ std::string did_you_mean(std::string_view word, std::span<const std::string> can
   return guess ? text("; did you mean '", *guess, "'?") : std::string();
 }
 
-}  // namespace tessera::cli
+}  // namespace tessera

@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-namespace tessera::cli {
+namespace tessera {
 
 /// How many letters have to be inserted, removed, replaced or swapped with their neighbour to turn `a` into `b`
 /// (Levenshtein's distance with transpositions, restricted to non-overlapping ones). O(|a| · |b|).
@@ -20,4 +20,4 @@ std::optional<std::string> nearest(std::string_view word, std::span<const std::s
 /// What to append to an error about an unknown `word`: "; did you mean '--layers'?", or nothing if none is near.
 std::string did_you_mean(std::string_view word, std::span<const std::string> candidates);
 
-}  // namespace tessera::cli
+}  // namespace tessera
