@@ -154,6 +154,37 @@ TEST(State, OneReplacedParameterIsFoundWhenOthersAreUsed) {
   });
 }
 
+TEST(State, AModuleThatWasExchangedIsFound) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    auto net = common_net();
+    auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
+    torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
+    expect_sgd_steps(net, sharded, optimizer, world);
+    const auto old = net->last;
+    net->last = net->replace_module("last", torch::nn::Linear(old->options));
+    expect_words(refusal<GuardError>([&] { net_s_loss(net, world, 0); }), {"'last.", "(root)", "another tensor"});
+    net->last = net->replace_module("last", old);
+    net_s_loss(net, world, 0).backward();
+  });
+}
+
+TEST(State, AParameterThatWasAddedIsSaid) {
+  on_ranks(1, [](World world) {
+    auto net = common_net();
+    auto sharded = fully_shard(net, Mesh(world), net_s_options(zero3()));
+    net_s_loss(net, world, 0).backward();
+    sharded.zero_grad();
+    testing::internal::CaptureStderr();
+    net->register_parameter("added", torch::zeros({2}));
+    net_s_loss(net, world, 0).backward();
+    sharded.zero_grad();
+    net_s_loss(net, world, 0).backward();
+    const std::string words = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(words.find("'added'"), words.rfind("'added'"));
+    EXPECT_NE(words.find("'added' was added"), std::string::npos) << words;
+  });
+}
+
 // ---- buffers ---------------------------------------------------------------------------------------------------------
 
 struct NormedImpl : torch::nn::Module {

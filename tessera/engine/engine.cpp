@@ -29,8 +29,11 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings&
       scaler_(settings.loss_scale),
       ignored_(settings.ignored),
       other_names_(settings.other_names),
+      parameters_now_(settings.parameters_now),
       unwinding_(std::uncaught_exceptions()) {
   register_observer();
+  if (parameters_now_)
+    for (const auto& [name, tensor] : parameters_now_()) parameters_first_.emplace(name, tensor.unsafeGetTensorImpl());
   for (auto& spec : specs) {
     settings.prepare(spec);
     const auto index = static_cast<uint32_t>(units_.size());
@@ -223,6 +226,7 @@ void Engine::begin_training_pass() {
   refuse_if_sitting_out();
   refuse_unconsumed();
   refuse_replaced();
+  refuse_other_tensors();
   watch_gradients();  // a user's hook may have taken the place of the engine's
   release_all();      // what an evaluation left resident is not part of the iteration
   training_pass_ = true;

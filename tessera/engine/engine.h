@@ -53,6 +53,7 @@ struct EngineSettings {
   std::function<void(UnitSpec&)> prepare;  ///< called before each unit is made: afterwards its parameters have their values
   std::vector<NamedParameter> ignored = {};  ///< parameters of the model that are in no unit
   OtherNames other_names = {};
+  ParametersNow parameters_now = {};
 };
 
 /// Runs the units of one model: gathers what operators touch, releases it, hands gradients over and has them reduced, and
@@ -192,6 +193,7 @@ class Engine final : public AccessHandler {
   void end_backward();
   void end_outermost_backward();
   void refuse_unconsumed() const;
+  void refuse_other_tensors();
   void refuse_in_scope(const char* what) const;
   void refuse_in_backward(const std::string& what) const;
   bool stays(const Unit& unit) const;
@@ -251,6 +253,9 @@ class Engine final : public AccessHandler {
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<NamedParameter> ignored_;
   OtherNames other_names_;
+  ParametersNow parameters_now_;
+  std::map<std::string, const at::TensorImpl*> parameters_first_;  // what parameters_now_ gave at first
+  bool said_added_ = false;
   std::unique_ptr<ModuleBuffers> buffers_;
   GradientConsumer* consumer_ = nullptr;
 

@@ -3,6 +3,9 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <set>
+#include <utility>
 
 #include "tessera/base/error.h"
 #include "tessera/base/packed.h"
@@ -40,6 +43,35 @@ void Engine::refuse_replaced() const {
                  "' was given other memory after sharding (set_data, torch::load and Module::to do that), which "
                  "would never be trained. Call Sharded::adopt() on all ranks to take over the values, or copy "
                  "into the parameter instead"));
+}
+
+// Of a module that was exchanged for another (replace_module) nothing here would know. Walking over a model costs as much as
+// a small operator for each parameter, so it is done now and then.
+void Engine::refuse_other_tensors() {
+  if (!parameters_now_ || (step_ > 4 && step_ % 16 != 0)) return;
+  const auto now = parameters_now_();
+  std::set<const at::TensorImpl*> known;
+  for (const auto& [name, tensor] : parameters_first_) known.insert(tensor);
+  for (const auto& [name, tensor] : now) {
+    const auto first = parameters_first_.find(name);
+    if (first == parameters_first_.end()) {
+      if (tensor.requires_grad() && !known.contains(tensor.unsafeGetTensorImpl()) && !std::exchange(said_added_, true))
+        std::fprintf(stderr,
+                     "tessera: rank %d, step %lld: parameter '%s' was added to the model after it was sharded: it is in no "
+                     "unit, and its gradients are not reduced over ranks (said once)\n",
+                     communicator_->rank().value, static_cast<long long>(step_), name.c_str());
+    } else if (first->second != tensor.unsafeGetTensorImpl()) {
+      for (const auto& unit : units_)
+        for (const auto& parameter : unit->parameters())
+          if (parameter.tensor.unsafeGetTensorImpl() == first->second)
+            throw GuardError(text("parameter '", name,
+                                  "' of the model is another tensor now than the one that was sharded in "
+                                  "unit '",
+                                  unit->name(),
+                                  "' (replace_module does that), which would never be trained. Copy "
+                                  "values into the parameter instead, or shard the model anew"));
+    }
+  }
 }
 
 void Engine::write(const std::vector<NewValues>& all) {

@@ -321,7 +321,7 @@ Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOption
   auto engine = std::make_shared<Engine>(
       communicator,
       EngineSettings{options.precision, options.non_finite, options.gradient_divisor.value_or(communicator->size()),
-                     options.loss_scale, give_values, std::move(ignored), other_names_of(model)},
+                     options.loss_scale, give_values, std::move(ignored), other_names_of(model), model.now},
       std::move(units));
   auto buffers = buffers_of(model, options);
   buffers->agree(*communicator, options.initial == Initial::verify);

@@ -39,6 +39,12 @@ ModuleTree tree_of(const torch::nn::Module& module) {
     tree.submodules.push_back({.name = item.key(), .type = item.value()->name(), .plain = item.value().get()});
   for (const auto& item : module.named_parameters()) tree.parameters.push_back({item.key(), item.value()});
   for (const auto& item : module.named_buffers()) tree.buffers.push_back({item.key(), item.value()});
+  tree.now = [model = module.weak_from_this()] {
+    std::vector<NamedParameter> all;
+    if (const auto there = model.lock())
+      for (const auto& item : there->named_parameters()) all.push_back({item.key(), item.value()});
+    return all;
+  };
   count_elements(tree);
   return tree;
 }
@@ -52,6 +58,11 @@ ModuleTree tree_of(const torch::jit::Module& module) {
     if (!item.name.empty()) tree.submodules.push_back({.name = item.name, .type = type_of(item.value), .plain = nullptr});
   for (const auto& item : module.named_parameters()) tree.parameters.push_back({item.name, item.value});
   for (const auto& item : module.named_buffers()) tree.buffers.push_back({item.name, item.value});
+  tree.now = [module] {
+    std::vector<NamedParameter> all;
+    for (const auto& item : module.named_parameters()) all.push_back({item.name, item.value});
+    return all;
+  };
   count_elements(tree);
   return tree;
 }

@@ -33,6 +33,7 @@ struct ModuleTree {
   std::vector<Submodule> submodules;       ///< without the model itself, parents before children
   std::vector<NamedParameter> parameters;  ///< in the order of the model; tied ones under each of their names
   std::vector<NamedParameter> buffers;
+  ParametersNow now;  ///< of the model
 };
 
 /// O(parameters · depth).

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,6 +28,9 @@ struct NamedParameter {
   std::string name;
   at::Tensor tensor;
 };
+
+/// The parameters that a model has now, under each of their names; none if it is gone.
+using ParametersNow = std::function<std::vector<NamedParameter>()>;
 
 /// What is gathered together: parameters of one type from one part of the module.
 struct UnitSpec {
