@@ -42,7 +42,7 @@ RandomNetImpl::RandomNetImpl(uint64_t seed, const RandomNetOptions& options) : r
     width_ += size;
     words_ = "embedding " + std::to_string(size);
   }
-  for (int64_t stages = draw(1, 7); stages > 0; --stages) add_random_stage();
+  for (int64_t stages = std::min(draw(1, 7), options.most_stages); stages > 0; --stages) add_random_stage();
   if (embedding_ && chance(0.6))
     to_tokens_ = register_module("to_tokens", Linear(width_, embedding_->options.embedding_dim()));
   head_ = register_module("head", Linear(width_, kTargets));

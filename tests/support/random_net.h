@@ -16,6 +16,7 @@ struct RandomNetOptions {
   torch::Dtype type = torch::kFloat;
   bool frozen = true;    ///< some parameters require no gradient
   bool optional = true;  ///< some stages can be left out in a pass
+  int64_t most_stages = 7;
 };
 
 /// A small tree of modules, drawn from a seed: linear layers, norms, convolutions, nested residual blocks, an embedding that
