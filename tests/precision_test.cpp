@@ -157,6 +157,38 @@ TEST(GradientType, SixteenBitsOfManyMicroBatchesAddUpInFp32) {
   });
 }
 
+TEST(GradientType, NarrowerThanTheModel) {
+  for_every_placement([](const World& world, const Placements& placements) {
+    for (const auto& [working, narrow] : {std::pair(torch::kFloat, torch::kBFloat16), std::pair(torch::kFloat, torch::kHalf),
+                                          std::pair(torch::kDouble, torch::kFloat)})
+      for (const bool ours : {false, true})
+        for (const int64_t batches : {1, 3}) {
+          auto net = common_net(), plain = common_net();
+          net->to(working);
+          plain->to(working);
+          auto options = net_s_options(placements);
+          options.precision.gradient = narrow;
+          auto sharded = fully_shard(net, mesh_for(world, placements), options);
+          std::optional<AdamW> optimizer;
+          if (ours) optimizer.emplace(sharded, AdamWOptions{});
+          for (int64_t batch = 0; batch < batches; ++batch) {
+            std::optional<Sharded::Accumulating> held;
+            if (batch + 1 < batches) held.emplace(sharded.engine());
+            net_s_loss(net, world, batch, working).backward();
+            net_s_loss(plain, World{}, batch, working).backward();
+          }
+          const double tolerance = narrow == torch::kBFloat16 ? 1e-2 : narrow == torch::kHalf ? 2e-3 : 1e-6;
+          auto parameters = plain->named_parameters();
+          for (const auto& [name, gradient] : sharded.full_gradients()) {
+            const Tensor wanted = parameters[name].grad();
+            EXPECT_EQ(gradient.scalar_type(), narrow);
+            EXPECT_LE((gradient.to(torch::kDouble) - wanted).norm().item<double>(), tolerance * wanted.norm().item<double>())
+                << name << ", " << c10::toString(working) << " reduced to " << c10::toString(narrow) << ", " << batches;
+          }
+        }
+  });
+}
+
 TEST(GradientType, GradientsThatAreNotDroppedAddUpInFp32) {
   for_every_placement([](const World& world, const Placements& placements) {
     std::vector<std::map<std::string, Tensor>> runs;

@@ -160,9 +160,22 @@ TEST(State, AModuleThatWasExchangedIsFound) {
     auto sharded = fully_shard(net, mesh_for(world, placements), net_s_options(placements));
     torch::optim::SGD optimizer(sharded.parameters(), torch::optim::SGDOptions(0.1));
     expect_sgd_steps(net, sharded, optimizer, world);
+    for (int64_t s = 0; s < 4; ++s) {
+      net_s_loss(net, world, s).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
     const auto old = net->last;
     net->last = net->replace_module("last", torch::nn::Linear(old->options));
-    expect_words(refusal<GuardError>([&] { net_s_loss(net, world, 0); }), {"'last.", "(root)", "another tensor"});
+    // Looked for in every fourth step.
+    expect_words(refusal<GuardError>([&] {
+                   for (int64_t s = 0; s < 4; ++s) {
+                     net_s_loss(net, world, 0).backward();
+                     optimizer.step();
+                     optimizer.zero_grad();
+                   }
+                 }),
+                 {"'last.", "(root)", "another tensor"});
     net->last = net->replace_module("last", old);
     net_s_loss(net, world, 0).backward();
   });

@@ -75,7 +75,6 @@ void Engine::write_gradient_parts(const std::vector<NewValues>& all) {
   }
   agree_on_parts("new gradients", all);
   for (const auto& each : all) units_[each.unit]->write_gradient(each.parameter, each.values);
-  unconsumed_ = true;
 }
 
 void Engine::write_gradients(const std::vector<NewValues>& all) {

@@ -48,7 +48,7 @@ void Engine::refuse_replaced() const {
 // Of a module that was exchanged for another (replace_module) nothing here would know. Walking over a model costs as much as
 // a small operator for each parameter, so it is done now and then.
 void Engine::refuse_other_tensors() {
-  if (!parameters_now_ || (step_ > 4 && step_ % 16 != 0)) return;
+  if (!parameters_now_ || (step_ > 4 && step_ % 4 != 0)) return;
   const auto now = parameters_now_();
   std::set<const at::TensorImpl*> known;
   for (const auto& [name, tensor] : parameters_first_) known.insert(tensor);

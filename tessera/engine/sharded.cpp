@@ -94,7 +94,7 @@ StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {
       bytes.padding += static_cast<double>(held) * (1 - real);
     };
     add(bytes.parameters, unit->parameter_bytes().value, unit->real_share_of_parameters());
-    add(bytes.gradients, unit->gradient_bytes().value, unit->real_share_of_shard());
+    if (unit->trainable()) add(bytes.gradients, unit->gradient_bytes().value, unit->real_share_of_shard());
     const int64_t element =
         optimizer_bytes_per_element + (engine_->consumer() ? engine_->consumer()->bytes_per_element(u) : 0);
     const int64_t optimizer = unit->master_bytes().value + (unit->trainable() ? unit->updated_elements() * element : 0);

@@ -51,7 +51,7 @@ void Unit::take_gradient(ParameterIndex p, double weight, bool keep) {
   if (parameter.taken.defined())  // of an earlier micro-batch; or backward reaches it more than once, as recomputed parts do
     parameter.taken.add_(gradient);
   else
-    parameter.taken = keep ? gradient : readable_by_peers(gradient, p);
+    parameter.taken = keep || taken_type_ != working_type_ ? gradient : readable_by_peers(gradient, p);
   if (!parameter.arrived) ++arrivals;
   parameter.arrived = true;
 }

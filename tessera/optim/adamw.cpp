@@ -15,6 +15,15 @@ void check(bool good, const char* name, double value, const char* wanted) {
   if (!good) throw ConfigError(text("AdamW's ", name, " must be ", wanted, ", but is ", value));
 }
 
+// Memory of its own for each unit that is updated, from its first update on: beside memory in use, the system's huge pages
+// would fill that of frozen units.
+template <class UnitState>
+std::byte* moments_of(UnitState& state) {
+  if (state.moments.data() == nullptr)
+    state.moments = PrivateBuffer(Bytes(2 * state.elements * state.element_size), "AdamW's moments");
+  return state.moments.data();
+}
+
 }  // namespace
 
 AdamW::AdamW(const Sharded& sharded, const AdamWOptions& options)
@@ -39,8 +48,6 @@ AdamW::AdamW(const Sharded& sharded, const AdamWOptions& options)
     units_.push_back(std::move(state));
   }
   require_memory(Bytes(wanted * engine_->communicator().size()), "AdamW's moments on all ranks of this host");
-  for (auto& state : units_)
-    state.moments = PrivateBuffer(Bytes(2 * state.elements * state.element_size), "AdamW's moments");
   engine_->attach(this);
 }
 
@@ -48,7 +55,7 @@ AdamW::Moments AdamW::moments(uint32_t index, ParameterIndex p) {
   UnitState& state = units_[index];
   const auto& runs = engine_->units()[index]->parameters()[p].updated;
   const int64_t count = state.elements > 0 ? count_of(runs) : 0;
-  std::byte* first = state.moments.data() + (count > 0 ? runs.front().local * state.element_size : 0);
+  std::byte* first = moments_of(state) + (count > 0 ? runs.front().local * state.element_size : 0);
   const auto wrap = [&](std::byte* at) { return at::from_blob(at, {count}, at::TensorOptions().dtype(state.type)); };
   return {wrap(first), wrap(first + state.elements * state.element_size), state.steps[p].first};
 }
@@ -67,7 +74,7 @@ SumResult AdamW::consume(const GradientPiece& piece) {
     last_step = piece.step;
     ++updates;
   }
-  std::byte* first = unit.moments.data() + piece.state_begin * unit.element_size;
+  std::byte* first = moments_of(unit) + piece.state_begin * unit.element_size;
   const AdamWStep step{.lr = options_.lr,
                        .beta1 = options_.beta1,
                        .beta2 = options_.beta2,
