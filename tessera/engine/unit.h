@@ -134,14 +134,14 @@ class Unit {
   std::vector<uint64_t> hashes() const;
 
   // Gradients.
-  /// Takes parameter `p`'s gradient, times `weight`, out of the module's tensor into memory that peers can read; or, if more
-  /// micro-batches are to be added to it before it is handed over, to `keep` it in the master type.
+  /// Takes parameter `p`'s gradient, times `weight`, out of the module's tensor. To `keep` it in the master type is for more
+  /// micro-batches that are added to it before it is handed over.
   void take_gradient(ParameterIndex p, double weight, bool keep = false);
   /// Micro-batches would lose small gradients if autograd added them up.
   bool working_type_is_narrow() const { return working_type_ != master_type_; }
   /// Reduced gradients are narrower than the shards' .grad, so those of several backwards are added up there.
   bool adds_up_where_shown() const { return gradient_type_ != master_type_; }
-  /// Hands the taken gradients to the peers.
+  /// Hands the taken gradients to the peers, in memory that they can read.
   void post();
   bool posted_by_all() const;
   std::chrono::nanoseconds wait_posted(int64_t step);

@@ -18,7 +18,6 @@ at::Tensor Unit::readable_by_peers(const at::Tensor& gradient, ParameterIndex p)
   at::Tensor copy = at::empty(gradient.sizes(), gradient.options());
   if (!communicator_.peers_can_read(copy.const_data_ptr())) {
     // Small blocks, and all blocks when the arena is full, come from the system's allocator.
-    if (round_ > 0) exchange_->wait_finished(round_, name_, 0);
     keep_staged_sum(p);
     copy = at::from_blob(staging_area_.get() + layout_.offset(p).value * taken_size_, gradient.sizes(), gradient.options());
     staging_ += Bytes(static_cast<int64_t>(gradient.nbytes()));
@@ -51,7 +50,7 @@ void Unit::take_gradient(ParameterIndex p, double weight, bool keep) {
   if (parameter.taken.defined())  // of an earlier micro-batch; or backward reaches it more than once, as recomputed parts do
     parameter.taken.add_(gradient);
   else
-    parameter.taken = keep || taken_type_ != working_type_ ? gradient : readable_by_peers(gradient, p);
+    parameter.taken = gradient;
   if (!parameter.arrived) ++arrivals;
   parameter.arrived = true;
 }
@@ -101,10 +100,9 @@ void Unit::reduce(double scale, GradientConsumer* consumer, int64_t step) {
     }
     if (sources.empty()) {  // no rank used it: it has no gradient, which is not the same as zero
       if (consumer == nullptr || !parameter.has_gradient || !parameter.gradient().defined()) continue;
-      // Those of earlier rounds.
       take_in_shown(p, step);
       parameter.partial = division_.shares_sums();
-      consume_sum(p, *consumer, step);
+      consume_sum(p, *consumer, step);  // of earlier rounds
       continue;
     }
     parameter.has_gradient = true;

@@ -60,7 +60,7 @@ void Unit::show_gradient(ParameterIndex p) {
   const at::NoGradGuard no_grad;
   auto& parameter = parameters_[p];
   if (adds_up_where_shown() && parameter.gradient().defined()) return add_to_shown(p);
-  if (!shows_reduced(p) || gradient_type_ != master_type_) {
+  if (!shows_reduced(p) || adds_up_where_shown()) {
     // Detached: torch::optim's zero_grad refuses gradients that are views for autograd.
     at::Tensor gradient = reduced_shard(p).to(master_type_).detach();
     if (kept_scale_ != 1) gradient.mul_(1 / kept_scale_);  // a copy: what is kept scaled is fp16
