@@ -9,6 +9,14 @@
 #include "tessera/engine/fully_shard.h"
 
 namespace tessera {
+namespace {
+
+// An element, of tessera's own optimizer.
+int64_t bytes_of_moments(const Engine& engine, uint32_t unit) {
+  return engine.consumer() == nullptr ? 0 : engine.consumer()->bytes_per_element(unit);
+}
+
+}  // namespace
 
 Sharded::Sharded(std::shared_ptr<Engine> engine, std::shared_ptr<ArenaLease> arena)
     : arena_(std::move(arena)), engine_(std::move(engine)) {}
@@ -94,11 +102,9 @@ StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {
       bytes.padding += static_cast<double>(held) * (1 - real);
     };
     add(bytes.parameters, unit->parameter_bytes().value, unit->real_share_of_parameters());
-    if (unit->trainable()) add(bytes.gradients, unit->gradient_bytes().value, unit->real_share_of_shard());
-    const int64_t element =
-        optimizer_bytes_per_element + (engine_->consumer() ? engine_->consumer()->bytes_per_element(u) : 0);
-    const int64_t optimizer = unit->master_bytes().value + (unit->trainable() ? unit->updated_elements() * element : 0);
-    add(bytes.optimizer, optimizer, unit->real_share_of_shard());
+    add(bytes.gradients, unit->gradient_bytes().value, unit->real_share_of_shard());
+    const int64_t moments = optimizer_bytes_per_element + bytes_of_moments(*engine_, u);
+    add(bytes.optimizer, unit->optimizer_bytes(moments).value, unit->real_share_of_shard());
     bytes.communication_buffers += static_cast<double>(unit->staged_bytes().value);
   }
   const double lent = static_cast<double>(engine_->traffic().peak_lent.value);
@@ -109,12 +115,11 @@ StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {
 }
 
 PeakBytes Sharded::predicted_peak(int64_t optimizer_bytes_per_element) const {
-  std::vector<UnitSizes> sizes;
+  std::vector<PeakBytes> peaks;
   const auto& units = engine_->units();
   for (uint32_t u = 0; u < units.size(); ++u)
-    sizes.push_back(units[u]->sizes(optimizer_bytes_per_element +
-                                    (engine_->consumer() ? engine_->consumer()->bytes_per_element(u) : 0)));
-  return tessera::predicted_peak(sizes, engine_->communicator().rank());
+    peaks.push_back(units[u]->peak_bytes(optimizer_bytes_per_element + bytes_of_moments(*engine_, u)));
+  return tessera::predicted_peak(peaks);
 }
 
 int64_t Sharded::parameter_count() const {

@@ -286,26 +286,24 @@ Bytes Unit::parameter_bytes() const {
   return size_of(held, layout_.element_size());
 }
 
-Bytes Unit::gradient_bytes() const {
-  return gradient_ && trainable_type(working_type_) ? Bytes(state_size_ * gradient_size_) : Bytes{};
+Bytes Unit::gradient_bytes() const { return gradient_ && trainable() ? Bytes(state_size_ * gradient_size_) : Bytes{}; }
+
+Bytes Unit::optimizer_bytes(int64_t moments) const {
+  return master_.bytes() + Bytes(trainable() ? state_size_ * moments : 0);
 }
 
-UnitSizes Unit::sizes(int64_t moments) const {
-  UnitSizes sizes{.layout = layout_,
-                  .division = division_,
-                  .placements = placements_,
-                  .working = layout_.element_size(),
-                  .taken = taken_size_,
-                  .gradient = gradient_size_,
-                  .master = master_.data() == nullptr ? 0 : master_size_,
-                  .moments = moments,
-                  .trainable = {}};
-  for (const auto& parameter : parameters_) {
-    sizes.trainable.push_back(parameter.tensor.requires_grad());
-    const bool copied = adds_up_where_shown() || (!gradients_sharded() && parameter.updated.size() > 1);
-    if (copied && sizes.trainable.back()) sizes.shown_copies += count_of(parameter.updated) * master_size_;
+PeakBytes Unit::peak_bytes(int64_t moments) const {
+  PeakBytes bytes{.parameters = parameter_bytes().value,
+                  .gradients = gradient_bytes().value,
+                  .optimizer = optimizer_bytes(moments).value};
+  for (ParameterIndex p = 0; p < parameters_.size(); ++p) {
+    if (!parameters_[p].tensor.requires_grad()) continue;
+    (gradients_sharded() ? bytes.in_flight : bytes.gradients) += layout_.numel(p).value * taken_size_;
+    const auto& updated = parameters_[p].updated;
+    const bool shows_a_copy = adds_up_where_shown() || (!gradients_sharded() && updated.size() > 1);
+    if (shows_a_copy) bytes.gradients += count_of(updated) * master_size_;
   }
-  return sizes;
+  return bytes;
 }
 
 double Unit::real_share_of_parameters() const {

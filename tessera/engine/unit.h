@@ -181,10 +181,10 @@ class Unit {
 
   // Accounting, bytes.
   Bytes parameter_bytes() const;  ///< this rank's share of the working parameters
-  Bytes gradient_bytes() const;   ///< of the gradient shard; 0 if gradients are replicated, which stay where they grew
-  Bytes master_bytes() const { return master_.bytes(); }    ///< of separate master weights
-  Bytes staged_bytes() const { return staged_; }            ///< of gradients that were copied to where peers can read
-  UnitSizes sizes(int64_t moments) const;                   ///< `moments`: bytes an element
+  Bytes gradient_bytes() const;   ///< of the gradient shard; 0 if frozen, or replicated: those stay where they grew
+  Bytes optimizer_bytes(int64_t moments) const;   ///< of separate master weights, and of `moments` bytes an element
+  Bytes staged_bytes() const { return staged_; }  ///< of gradients that were copied to where peers can read
+  PeakBytes peak_bytes(int64_t moments) const;    ///< with all of this unit's gradients in flight
   int64_t updated_elements() const { return state_size_; }  ///< of this rank's packed shard, padding included
   /// Of this rank's part of the parameters, and of its shard: the fraction that belongs to parameters.
   double real_share_of_parameters() const;
