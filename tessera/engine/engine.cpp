@@ -32,8 +32,6 @@ Engine::Engine(std::shared_ptr<Communicator> communicator, const EngineSettings&
       parameters_now_(settings.parameters_now),
       unwinding_(std::uncaught_exceptions()) {
   register_observer();
-  if (parameters_now_)
-    for (const auto& [name, tensor] : parameters_now_()) parameters_first_.emplace(name, tensor.unsafeGetTensorImpl());
   for (auto& spec : specs) {
     settings.prepare(spec);
     const auto index = static_cast<uint32_t>(units_.size());

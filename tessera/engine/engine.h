@@ -254,7 +254,6 @@ class Engine final : public AccessHandler {
   std::vector<NamedParameter> ignored_;
   OtherNames other_names_;
   ParametersNow parameters_now_;
-  std::map<std::string, const at::TensorImpl*> parameters_first_;  // what parameters_now_ gave at first
   bool said_added_ = false;
   std::unique_ptr<ModuleBuffers> buffers_;
   GradientConsumer* consumer_ = nullptr;

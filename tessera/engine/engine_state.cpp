@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <set>
+#include <string_view>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -50,28 +52,34 @@ void Engine::refuse_replaced() const {
 void Engine::refuse_other_tensors() {
   if (!parameters_now_ || (step_ > 4 && step_ % 4 != 0)) return;
   const auto now = parameters_now_();
+  std::map<std::string_view, const at::TensorImpl*> there;
+  for (const auto& [name, tensor] : now) there.emplace(name, tensor.unsafeGetTensorImpl());
   std::set<const at::TensorImpl*> known;
-  for (const auto& [name, tensor] : parameters_first_) known.insert(tensor);
-  for (const auto& [name, tensor] : now) {
-    const auto first = parameters_first_.find(name);
-    if (first == parameters_first_.end()) {
-      if (tensor.requires_grad() && !known.contains(tensor.unsafeGetTensorImpl()) && !std::exchange(said_added_, true))
-        std::fprintf(stderr,
-                     "tessera: rank %d, step %lld: parameter '%s' was added to the model after it was sharded: it is in no "
-                     "unit, and its gradients are not reduced over ranks (said once)\n",
-                     communicator_->rank().value, static_cast<long long>(step_), name.c_str());
-    } else if (first->second != tensor.unsafeGetTensorImpl()) {
-      for (const auto& unit : units_)
-        for (const auto& parameter : unit->parameters())
-          if (parameter.tensor.unsafeGetTensorImpl() == first->second)
-            throw GuardError(text("parameter '", name,
-                                  "' of the model is another tensor now than the one that was sharded in "
-                                  "unit '",
-                                  unit->name(),
-                                  "' (replace_module does that), which would never be trained. Copy "
-                                  "values into the parameter instead, or shard the model anew"));
-    }
+  for (const auto& parameter : ignored_) {  // whatever has taken its place is ignored too
+    known.insert(parameter.tensor.unsafeGetTensorImpl());
+    if (const auto found = there.find(parameter.name); found != there.end()) known.insert(found->second);
   }
+  for (const auto& unit : units_)
+    for (const auto& parameter : unit->parameters()) {
+      known.insert(parameter.tensor.unsafeGetTensorImpl());
+      const auto check = [&](const std::string& name) {
+        const auto found = there.find(name);
+        if (found != there.end() && found->second != parameter.tensor.unsafeGetTensorImpl())
+          throw GuardError(text("parameter '", name,
+                                "' of the model is another tensor now than the one that was sharded in unit '", unit->name(),
+                                "' (replace_module does that), which would never be trained. Copy values into the "
+                                "parameter instead, or shard the model anew"));
+      };
+      check(parameter.name);
+      if (const auto others = other_names_.find(parameter.name); others != other_names_.end())
+        for (const auto& name : others->second) check(name);
+    }
+  for (const auto& [name, tensor] : now)
+    if (tensor.requires_grad() && !known.contains(tensor.unsafeGetTensorImpl()) && !std::exchange(said_added_, true))
+      std::fprintf(stderr,
+                   "tessera: rank %d, step %lld: parameter '%s' was added to the model after it was sharded: it is in no "
+                   "unit, and its gradients are not reduced over ranks (said once)\n",
+                   communicator_->rank().value, static_cast<long long>(step_), name.c_str());
 }
 
 void Engine::write(const std::vector<NewValues>& all) {

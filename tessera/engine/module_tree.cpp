@@ -17,6 +17,18 @@ std::string parent_of(const std::string& name) {
   return end == std::string::npos ? "" : name.substr(0, end);
 }
 
+std::vector<NamedParameter> parameters_of(const torch::nn::Module& module) {
+  std::vector<NamedParameter> all;
+  for (const auto& item : module.named_parameters()) all.push_back({item.key(), item.value()});
+  return all;
+}
+
+std::vector<NamedParameter> parameters_of(const torch::jit::Module& module) {
+  std::vector<NamedParameter> all;
+  for (const auto& item : module.named_parameters()) all.push_back({item.name, item.value});
+  return all;
+}
+
 // Counts each parameter for all modules that it lies in.
 void count_elements(ModuleTree& tree) {
   std::map<std::string, Submodule*> by_name;
@@ -37,13 +49,11 @@ ModuleTree tree_of(const torch::nn::Module& module) {
   tree.type = module.name();
   for (const auto& item : module.named_modules(/*name_prefix=*/"", /*include_self=*/false))
     tree.submodules.push_back({.name = item.key(), .type = item.value()->name(), .plain = item.value().get()});
-  for (const auto& item : module.named_parameters()) tree.parameters.push_back({item.key(), item.value()});
+  tree.parameters = parameters_of(module);
   for (const auto& item : module.named_buffers()) tree.buffers.push_back({item.key(), item.value()});
   tree.now = [model = module.weak_from_this()] {
-    std::vector<NamedParameter> all;
-    if (const auto there = model.lock())
-      for (const auto& item : there->named_parameters()) all.push_back({item.key(), item.value()});
-    return all;
+    const auto there = model.lock();
+    return there ? parameters_of(*there) : std::vector<NamedParameter>();
   };
   count_elements(tree);
   return tree;
@@ -56,13 +66,9 @@ ModuleTree tree_of(const torch::jit::Module& module) {
   tree.script = true;
   for (const auto& item : module.named_modules())
     if (!item.name.empty()) tree.submodules.push_back({.name = item.name, .type = type_of(item.value), .plain = nullptr});
-  for (const auto& item : module.named_parameters()) tree.parameters.push_back({item.name, item.value});
+  tree.parameters = parameters_of(module);
   for (const auto& item : module.named_buffers()) tree.buffers.push_back({item.name, item.value});
-  tree.now = [module] {
-    std::vector<NamedParameter> all;
-    for (const auto& item : module.named_parameters()) all.push_back({item.name, item.value});
-    return all;
-  };
+  tree.now = [module] { return parameters_of(module); };
   count_elements(tree);
   return tree;
 }
