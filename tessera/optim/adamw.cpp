@@ -15,15 +15,6 @@ void check(bool good, const char* name, double value, const char* wanted) {
   if (!good) throw ConfigError(text("AdamW's ", name, " must be ", wanted, ", but is ", value));
 }
 
-// Memory of its own for each unit that is updated, from its first update on: beside memory in use, the system's huge pages
-// would fill that of frozen units.
-template <class UnitState>
-std::byte* moments_of(UnitState& state) {
-  if (state.moments.data() == nullptr)
-    state.moments = PrivateBuffer(Bytes(2 * state.elements * state.element_size), "AdamW's moments");
-  return state.moments.data();
-}
-
 }  // namespace
 
 AdamW::AdamW(const Sharded& sharded, const AdamWOptions& options)
@@ -51,11 +42,16 @@ AdamW::AdamW(const Sharded& sharded, const AdamWOptions& options)
   engine_->attach(this);
 }
 
+std::byte* AdamW::UnitState::bytes() {
+  if (moments.data() == nullptr) moments = PrivateBuffer(Bytes(2 * elements * element_size), "AdamW's moments");
+  return moments.data();
+}
+
 AdamW::Moments AdamW::moments(uint32_t index, ParameterIndex p) {
   UnitState& state = units_[index];
   const auto& runs = engine_->units()[index]->parameters()[p].updated;
   const int64_t count = state.elements > 0 ? count_of(runs) : 0;
-  std::byte* first = moments_of(state) + (count > 0 ? runs.front().local * state.element_size : 0);
+  std::byte* first = state.bytes() + (count > 0 ? runs.front().local * state.element_size : 0);
   const auto wrap = [&](std::byte* at) { return at::from_blob(at, {count}, at::TensorOptions().dtype(state.type)); };
   return {wrap(first), wrap(first + state.elements * state.element_size), state.steps[p].first};
 }
@@ -74,7 +70,7 @@ SumResult AdamW::consume(const GradientPiece& piece) {
     last_step = piece.step;
     ++updates;
   }
-  std::byte* first = moments_of(unit) + piece.state_begin * unit.element_size;
+  std::byte* first = unit.bytes() + piece.state_begin * unit.element_size;
   const AdamWStep step{.lr = options_.lr,
                        .beta1 = options_.beta1,
                        .beta2 = options_.beta2,

@@ -65,7 +65,11 @@ class AdamW final : public GradientConsumer {
 
  private:
   struct UnitState {
-    PrivateBuffer moments;  // first moments, then second
+    // First moments, then second. Made at the first update: beside memory in use, huge pages would fill that of frozen
+    // units.
+    std::byte* bytes();
+
+    PrivateBuffer moments;  // see bytes()
     int64_t elements = 0;
     c10::ScalarType type = c10::ScalarType::Float;  // of the moments
     int64_t element_size = 4;
