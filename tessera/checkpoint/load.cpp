@@ -50,15 +50,8 @@ std::vector<std::string> description_of(const SafetensorsSet& files, const LoadP
 
 std::string joined(const std::vector<std::string>& lines) {
   std::string all;
-  for (const auto& line : lines) all += line + kRecord;
+  for (const auto& line : lines) all += text(all.empty() ? "" : std::string(1, kRecord), line);
   return all;
-}
-
-std::vector<std::string> split(const std::string& all) {
-  std::vector<std::string> lines;
-  for (size_t begin = 0, end; (end = all.find(kRecord, begin)) != std::string::npos; begin = end + 1)
-    lines.push_back(all.substr(begin, end - begin));
-  return lines;
 }
 
 void check_alike(const std::vector<std::vector<std::string>>& everyones) {
@@ -219,7 +212,7 @@ LoadReport load_at_once(Sharded& sharded, const std::filesystem::path& path, con
          plan.emplace(engine, *files, options);
          return joined(description_of(*files, *plan));
        }))
-    everyones.push_back(split(theirs));
+    everyones.push_back(split(theirs, kRecord));
   check_alike(everyones);
   LoadReport report;
   report.missing = plan->missing;

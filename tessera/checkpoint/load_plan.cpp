@@ -19,8 +19,6 @@ namespace {
 
 constexpr size_t kListed = 8;  // faults of one kind in a message
 
-std::string words_of(const std::vector<int64_t>& shape) { return c10::str(c10::IntArrayRef(shape)); }
-
 LoadTarget sharded_target(const Engine& engine, const ParameterPlace& place) {
   const Unit& unit = *engine.units()[place.unit];
   const auto& parameter = unit.parameters()[place.parameter];
@@ -84,17 +82,17 @@ bool holds(c10::ScalarType type, c10::ScalarType given) {
 std::string fault_of(const LoadTarget& target, const SafetensorsSet& files, const SafetensorsSet::Entry& entry) {
   const FileTensor& tensor = *entry.tensor;
   const std::string there = text("tensor '", tensor.name, "' of ", files.files()[entry.file].path(), " is ",
-                                 name_of(tensor.type), " ", words_of(tensor.shape));
+                                 name_of(tensor.type), " ", words_of_shape(tensor.shape));
   const bool pairs = tensor.type == FileType::c64;
   auto shape = tensor.shape;
   if (pairs) shape.push_back(2);
   const auto wanted = target.complex ? std::vector<int64_t>(target.shape.begin(), target.shape.end() - 1) : target.shape;
   const std::string here = text("'", target.names[0], "' is ", target.complex ? "complex pairs of " : "",
-                                c10::toString(target.type), " ", words_of(wanted));
+                                c10::toString(target.type), " ", words_of_shape(wanted));
   if (pairs && !target.complex) return text(here, ", but ", there, ", which is complex");
   if (shape != target.shape)
     return text(here, ", but ", there,
-                target.complex ? text(" (wanted: that shape of C64, or ", words_of(target.shape), " of reals)") : "");
+                target.complex ? text(" (wanted: that shape of C64, or ", words_of_shape(target.shape), " of reals)") : "");
   if (!holds(target.type, scalar_type_of(tensor.type))) return text(here, ", which can't hold what ", there);
   if (target.whole.defined() && at::has_internal_overlap(target.whole) == at::MemOverlap::Yes)
     return text("'", target.names[0], "' is expanded: its elements share memory; make it contiguous");

@@ -31,12 +31,6 @@ constexpr TypeInfo kTypes[] = {{"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"F8_E5M2", 
 
 constexpr int64_t kLengthBytes = 8;
 
-std::string words_of(const std::vector<int64_t>& shape) {
-  std::string words = "[";
-  for (const int64_t size : shape) words += text(words.size() > 1 ? ", " : "", size);
-  return words + "]";
-}
-
 // Bytes of a tensor; −1 if they are too many to count.
 int64_t size_of(const FileTensor& tensor) {
   int64_t size = bytes_of(tensor.type);
@@ -125,7 +119,7 @@ void SafetensorsFile::check_places() const {
   for (const auto& tensor : tensors_) {
     if (const int64_t size = size_of(tensor); size != tensor.end - tensor.begin)
       refuse(text("tensor '", tensor.name, "' has ", tensor.end - tensor.begin, " bytes, but ", name_of(tensor.type), " ",
-                  words_of(tensor.shape), " has ", size < 0 ? "more than can be counted" : std::to_string(size)));
+                  words_of_shape(tensor.shape), " has ", size < 0 ? "more than can be counted" : std::to_string(size)));
     if (tensor.begin != at)
       refuse(text("tensor '", tensor.name, "' begins at byte ", tensor.begin - data_begin_,
                   " behind the header, but the one before it ends at ", at - data_begin_));

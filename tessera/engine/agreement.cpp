@@ -28,21 +28,6 @@ constexpr std::pair<const char*, const char*> kFields[] = {
 
 const std::string kNotCompared = "not compared";
 
-std::vector<std::string> split(const std::string& text, char separator) {
-  std::vector<std::string> parts;
-  size_t begin = 0;
-  for (size_t end; (end = text.find(separator, begin)) != std::string::npos; begin = end + 1)
-    parts.push_back(text.substr(begin, end - begin));
-  parts.push_back(text.substr(begin));
-  return parts;
-}
-
-std::string shape_of(const at::Tensor& tensor) {
-  std::string words = "[";
-  for (const int64_t size : tensor.sizes()) words += text(words.size() > 1 ? ", " : "", size);
-  return words + "]";
-}
-
 std::string hash_of(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   const at::Tensor values = tensor.detach().contiguous();
@@ -67,7 +52,7 @@ std::string describe(const std::vector<UnitSpec>& units, const std::string& opti
       const auto& [name, tensor] = unit.parameters[p];
       records +=
           text(kRecord, "parameter '", name, "' in unit '", unit.name, "'", kField, c10::toString(tensor.scalar_type()),
-               kField, shape_of(tensor), kField, tensor.requires_grad() ? "true" : "false", kField, hashes[p]);
+               kField, words_of_shape(tensor.sizes()), kField, tensor.requires_grad() ? "true" : "false", kField, hashes[p]);
     }
   }
   return records;
