@@ -3,10 +3,8 @@
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 
-#include <fstream>
-
-#include "tessera/storage/memory.h"
 #include "tests/support/cases.h"
+#include "tests/support/peak_memory.h"
 #include "tests/support/refusal.h"
 #include "tests/support/training_loop.h"
 
@@ -237,7 +235,7 @@ TEST(CasesAccess, DeferredLayersOfFewRowsTrain) {
 // ---- memory --------------------------------------------------------------------------------------------------------------
 
 int64_t peak_of_training(const std::function<void(int64_t steps)>& train, int64_t steps) {
-  std::ofstream("/proc/self/clear_refs") << "5";
+  forget_peak();
   train(steps);
   return peak_resident().value;
 }

@@ -2,10 +2,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <fstream>
-
-#include "tessera/storage/memory.h"
 #include "tests/support/on_ranks.h"
+#include "tests/support/peak_memory.h"
 #include "tests/support/sharded_helpers.h"
 
 namespace tessera::test {
@@ -21,15 +19,6 @@ torch::nn::Sequential stack_of(int64_t width, int layers) {
   torch::nn::Sequential model;
   for (int i = 0; i < layers; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false)));
   return model;
-}
-
-/// Most resident memory while `action` runs, over that before.
-template <class Action>
-int64_t peak_of(Action&& action) {
-  std::ofstream("/proc/self/clear_refs") << "5";
-  const Bytes before = memory_use().resident;
-  action();
-  return (peak_resident() - before).value;
 }
 
 ShardOptions options_for(const Placements& placements, Initial initial) {

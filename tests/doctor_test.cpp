@@ -1,7 +1,6 @@
 #include "cli/doctor_command.h"
 
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -9,6 +8,7 @@
 #include "cli/doctor_findings.h"
 #include "cli/libtorch_probe.h"
 #include "cli/machine_files.h"
+#include "tests/support/test_folder.h"
 
 namespace tessera::cli {
 namespace {
@@ -18,19 +18,13 @@ using nlohmann::json;
 /// A folder that looks like the root of another machine.
 class Machine : public ::testing::Test {
  protected:
-  void SetUp() override {
-    std::string folder = ::testing::TempDir() + "/tessera-doctor-XXXXXX";
-    ASSERT_NE(::mkdtemp(folder.data()), nullptr);
-    root_ = folder;
-  }
-  void TearDown() override { std::filesystem::remove_all(root_); }
-
   void file(const std::string& path, const std::string& contents) {
     std::filesystem::create_directories((root_ / path).parent_path());
     std::ofstream(root_ / path) << contents;
   }
 
-  std::filesystem::path root_;
+  const test::TestFolder folder_;
+  const std::filesystem::path root_ = folder_.path();
 };
 
 json named(const json& findings, const std::string& name) {

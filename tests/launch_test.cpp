@@ -5,6 +5,7 @@
 
 #include "tessera/base/error.h"
 #include "tests/support/launch_run.h"
+#include "tests/support/test_folder.h"
 
 namespace tessera::cli {
 namespace {
@@ -91,16 +92,13 @@ TEST(Launch, NamesTheSignalThatKilledARank) {
 
 TEST(Launch, BlamesTheRankThatFailedFirst) {
   // Rank 0 sees its peer die and fails at once, as ours do.
-  char folder[] = "/tmp/tessera-launch-XXXXXX";
-  ASSERT_NE(::mkdtemp(folder), nullptr);
-  const std::string file = text(folder, "/pid");
+  const test::TestFolder folder;
+  const std::string file = folder.file("pid");
   Launch run(shell(2, on_rank(1, text("echo $$ >", file, "; sleep 0.2; kill -KILL $$"),
                               text("until [ -s ", file, " ]; do sleep 0.01; done; while [ -e /proc/$(cat ", file,
                                    ")/exe ]; do :; done; exit 3"))));
   EXPECT_EQ(run.status(), 128 + SIGKILL) << run.err();
   EXPECT_NE(run.err().find("rank 1 of 2"), std::string::npos) << run.err();
-  ::unlink(file.c_str());
-  ::rmdir(folder);
 }
 
 TEST(Launch, EndsWhatRanksLeaveBehind) {

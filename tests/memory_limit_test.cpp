@@ -2,29 +2,25 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string>
 
 #include "tessera/base/types.h"
+#include "tests/support/test_folder.h"
 
 namespace tessera {
 namespace {
 
 class MemoryLimit : public testing::Test {
  protected:
-  MemoryLimit() {
-    std::string name = testing::TempDir() + "/memory_limit_XXXXXX";
-    root = mkdtemp(name.data());
-  }
-  ~MemoryLimit() override { std::filesystem::remove_all(root); }
   void write(const std::string& file, const std::string& contents) const {
     const std::filesystem::path path = root + file;
     std::filesystem::create_directories(path.parent_path());
     std::ofstream(path) << contents;
   }
-  std::string root;
+  const test::TestFolder folder;
+  const std::string root = folder.path().string();
 };
 
 TEST_F(MemoryLimit, IsThePhysicalMemoryWhenNothingLimits) {

@@ -2,10 +2,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <fstream>
-
-#include "tessera/storage/memory.h"
 #include "tests/support/on_ranks.h"
+#include "tests/support/peak_memory.h"
 #include "tests/support/sharded_helpers.h"
 
 namespace tessera::test {
@@ -25,8 +23,6 @@ void train_some(const World& world, const Placements& placements, int64_t width,
     optimizer.zero_grad();
   }
 }
-
-void forget_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
 
 TEST(MemoryReturn, ASecondSmallerModelHasItsOwnPeak) {
   for_every_placement(

@@ -95,23 +95,13 @@ Draw::Draw(uint64_t drawn) : seed(drawn) {
 }
 
 std::vector<Simpler<Draw>> Draw::simpler() {
-  return {{"one-rank", [](Draw& d) { d.ranks = d.replicas = 1; }},
-          {"two-ranks", [](Draw& d) { d.ranks = std::min(d.ranks, 2), d.replicas = std::min(d.replicas, d.ranks); }},
-          {"one-micro-batch", [](Draw& d) { d.micros = 1; }},
-          {"fewer-stages",
-           [](Draw& d) {
-             for (const auto before = d.description(); d.net.most_stages > 0 && d.description() == before;)
-               --d.net.most_stages;
-           }},
+  return {{"one-micro-batch", [](Draw& d) { d.micros = 1; }},
           {"no-units", [](Draw& d) { d.by_blocks = false; }},
           {"flat", [](Draw& d) { d.layout = flat(); }},
-          {"zero3", [](Draw& d) { d.placements = zero3(), d.replicas = 1; }},
           {"sgd", [](Draw& d) { d.updates = Updates::torch_sgd; }},
           {"not-scaled", [](Draw& d) { d.loss_scale.reset(); }},
           {"fp32-moments", [](Draw& d) { d.moments.reset(); }},
-          {"fp32-gradients", [](Draw& d) { d.gradient = torch::kFloat; }},
-          {"none-optional", [](Draw& d) { d.net.optional = false; }},
-          {"none-frozen", [](Draw& d) { d.net.frozen = false; }}};
+          {"fp32-gradients", [](Draw& d) { d.gradient = torch::kFloat; }}};
 }
 
 std::string Draw::description() const {

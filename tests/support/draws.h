@@ -12,11 +12,13 @@
 #include <vector>
 
 #include "tessera/base/environment.h"
+#include "tessera/layout/placements.h"
 #include "tests/support/on_ranks.h"
 
 namespace tessera::test {
 
-/// A way to make a draw simpler. A draw type may have `static std::vector<Simpler<Draw>> simpler()`.
+/// A way to make a draw simpler. A draw type may have `static std::vector<Simpler<Draw>> simpler()`: the ways of its own,
+/// beside those for random nets on random ranks in random placements.
 template <class Draw>
 struct Simpler {
   std::string name;
@@ -25,10 +27,23 @@ struct Simpler {
 
 template <class Draw>
 std::vector<Simpler<Draw>> ways_to_simplify() {
-  if constexpr (requires { Draw::simpler(); })
-    return Draw::simpler();
-  else
+  if constexpr (!requires { Draw::simpler(); })
     return {};
+  else {
+    std::vector<Simpler<Draw>> ways = {
+        {"one-rank", [](Draw& d) { d.ranks = d.replicas = 1; }},
+        {"two-ranks", [](Draw& d) { d.ranks = std::min(d.ranks, 2), d.replicas = std::min(d.replicas, d.ranks); }},
+        {"fewer-stages",
+         [](Draw& d) {
+           for (const auto before = d.description(); d.net.most_stages > 0 && d.description() == before;)
+             --d.net.most_stages;
+         }},
+        {"zero3", [](Draw& d) { d.placements = zero3(), d.replicas = 1; }},
+        {"none-optional", [](Draw& d) { d.net.optional = false; }},
+        {"none-frozen", [](Draw& d) { d.net.frozen = false; }}};
+    for (auto& way : Draw::simpler()) ways.push_back(std::move(way));
+    return ways;
+  }
 }
 
 /// The smallest draw found by these ways of which `fails` is still true, and the names of the ways. Each is tried until
