@@ -20,7 +20,8 @@ build: setup  ## builds everything; the program is build/release/bin/tessera
 test: build  ## builds everything and runs every test
 	@ctest --preset release -j $(JOBS)
 
-test-sanitize: setup  ## runs the fast tests under AddressSanitizer and UndefinedBehaviorSanitizer
+test-sanitize:  ## runs the fast tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@scripts/setup.sh --sanitize
 	@scripts/configure.sh sanitize
 	@cmake --build --preset sanitize -j $(JOBS)
 	@ctest --preset sanitize -j $(JOBS)

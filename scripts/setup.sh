@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes everything that a build needs present: tools, libraries, libtorch. Does nothing, in a fraction of a second, where it
 # all is there. As root it installs what is missing with apt; otherwise it prints the one line to run, and stops.
-# --lint: also the tools of `make lint`.
+# --lint: also the tools of `make lint`. --sanitize: also clang 19, which builds the sanitized tests in a third of g++'s time.
 # TESSERA_PIP_ARGS: more arguments for the `pip install` of libtorch, such as the index of its CPU wheels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,6 +18,8 @@ headers=(nlohmann-json3-dev:nlohmann/json.hpp libcli11-dev:CLI/CLI.hpp libtomlpl
 helpful=(ccache:ccache)
 
 if [[ "${1:-}" == --lint ]]; then commands+=(clang-format:clang-format clang-tidy:clang-tidy); fi
+
+if [[ "${1:-}" == --sanitize ]]; then helpful+=(clang-19:clang++-19 libclang-rt-19-dev:clang++-19); fi
 
 missing_commands() {
   local entry
