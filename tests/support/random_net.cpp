@@ -2,6 +2,8 @@
 
 #include <set>
 
+#include "tessera/engine/recompute.h"
+
 namespace tessera::test {
 namespace {
 
@@ -23,6 +25,19 @@ struct BlockImpl : torch::nn::Module {
   Tensor gate;
 };
 TORCH_MODULE(Block);
+
+/// x + out(attention(x)) in two heads, of each row to the rows before it.
+struct AttentionImpl : torch::nn::Module {
+  AttentionImpl(int64_t width, int64_t head)
+      : qkv(register_module("qkv", Linear(width, 6 * head))), out(register_module("out", Linear(2 * head, width))) {}
+  Tensor forward(const Tensor& x) {
+    const auto parts = qkv(x).view({x.size(0), 3, 2, -1}).permute({1, 2, 0, 3}).unbind(0);
+    const auto mixed = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0, /*is_causal=*/true);
+    return x + out(mixed.transpose(0, 1).flatten(1));
+  }
+  Linear qkv, out;
+};
+TORCH_MODULE(Attention);
 
 /// A second owner of a parameter.
 struct TiedImpl : torch::nn::Module {
@@ -62,7 +77,7 @@ void RandomNetImpl::add(const std::string& words, const Stage& stage, bool keeps
 }
 
 void RandomNetImpl::add_random_stage() {
-  switch (draw(0, 9)) {
+  switch (draw(0, 10)) {
     case 0:
     case 1:
       return add_linear();
@@ -72,7 +87,9 @@ void RandomNetImpl::add_random_stage() {
       return add_activation();
     case 4:
     case 5:
-      return add_block();
+      return add_residual<Block>("block", register_module(fresh_name("block"), Block(width_, draw(1, 9))));
+    case 10:
+      return add_residual<Attention>("attention", register_module(fresh_name("attention"), Attention(width_, draw(1, 5))));
     case 6:
       return add_borrowed();
     case 7: {
@@ -127,9 +144,14 @@ void RandomNetImpl::add_activation() {
   });
 }
 
-void RandomNetImpl::add_block() {
-  Block block = register_module(fresh_name("block"), Block(width_, draw(1, 9)));
-  add("block", [block](const Tensor& x) mutable { return block(x); });
+template <class Part>
+void RandomNetImpl::add_residual(const std::string& words, Part part) {
+  // One that only some ranks leave out is not recomputed: ranks have to recompute the same parts.
+  if (chance(0.3))
+    add(
+        words + " recomputed", [part](const Tensor& x) { return recompute(part, x); }, /*keeps_width=*/false);
+  else
+    add(words, [part](const Tensor& x) mutable { return part(x); });
 }
 
 // Uses a parameter of an earlier layer by itself; perhaps registers it a second time, too.

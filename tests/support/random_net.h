@@ -19,9 +19,10 @@ struct RandomNetOptions {
   int64_t most_stages = 7;
 };
 
-/// A small tree of modules, drawn from a seed: linear layers, norms, convolutions, nested residual blocks, an embedding that
-/// is the output's weight too, layers used twice, parameters used by other modules or registered in two, parameters of one
-/// element, frozen and unused ones. The same seed gives the same net with the same values.
+/// A small tree of modules, drawn from a seed: linear layers, norms, convolutions, attention, nested residual blocks (some
+/// of which are recomputed in backward), an embedding that is the output's weight too, layers used twice, parameters used by
+/// other modules or registered in two, parameters of one element, frozen and unused ones. The same seed gives the same net
+/// with the same values.
 class RandomNetImpl : public torch::nn::Module {
  public:
   static constexpr int64_t kInputs = 5, kTokens = 7, kTargets = 3;
@@ -49,7 +50,8 @@ class RandomNetImpl : public torch::nn::Module {
   void add_linear();
   void add_convolution();
   void add_activation();
-  void add_block();
+  template <class Part>
+  void add_residual(const std::string& words, Part part);
   void add_borrowed();
   void freeze_some();
 
