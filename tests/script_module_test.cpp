@@ -250,7 +250,8 @@ TEST(ScriptModule, Refusals) {
   on_ranks(2, [&](const World& world) {
     auto net = loaded(bytes);
     auto sharded = fully_shard(net, Mesh(world));
-    expect_words(refusal<ConfigError>([&] { fully_shard(net, Mesh(world)); }), {"parameter 'table' is sharded already"});
+    expect_words(refusal<ConfigError>([&] { fully_shard(net, Mesh(world)); }),
+                 {"parameter 'table' (unit '(root)') is sharded already"});
     const auto load_deferred = [&] {
       const Deferred scope;
       loaded(bytes);

@@ -232,19 +232,57 @@ TEST(Buffers, AreKeptEqualAsThePolicySays) {
       {2});
 }
 
-TEST(Buffers, ThatDifferAtTheStart) {
+// Those are watched by samples of their contents, since batch_norm does not count up their versions.
+TEST(Buffers, OfManyChannelsAreKeptEqualToo) {
   on_ranks(2, [](World world) {
-    const auto shard = [&](Initial initial, Buffers policy) {
+    for (const int64_t channels : {16'384, 16'385, 100'000}) {
+      torch::nn::BatchNorm1d net(channels);
+      auto sharded = fully_shard(*net, Mesh(world));
+      AdamW optimizer(sharded, {});
+      const auto input = [&](int rank) {
+        return torch::linspace(0, 1 + rank, 3).view({3, 1}) + torch::linspace(0, 1, channels);
+      };
+      net(input(world.rank.value)).sum().backward();
+      optimizer.step();
+      const Tensor expected = 0.1 * (input(0).mean(0) + input(1).mean(0)) / 2;
+      EXPECT_TRUE(torch::allclose(net->running_mean, expected, 1e-5, 1e-6)) << channels;
+    }
+  });
+}
+
+TEST(Buffers, ThatDifferAtTheStartAreSaidAndDealtWithByThePolicy) {
+  on_ranks(2, [](World world) {
+    const auto mean_after = [&](Initial initial, Buffers policy, const std::string& said) {
       torch::manual_seed(0);
       Normed net;
       net->norm->running_mean.fill_(world.rank.value + 1);
+      testing::internal::CaptureStderr();
       const auto sharded = fully_shard(net, Mesh(world), {.initial = initial, .buffers = policy});
+      const std::string words = testing::internal::GetCapturedStderr();
+      if (world.rank == Rank(0) && !said.empty())
+        expect_words(words, {"'norm.running_mean' differs between ranks at the start", said});
+      else
+        EXPECT_EQ(words, "");
       return net->norm->running_mean[0].item<double>();
     };
-    expect_words(refusal<AgreementError>([&] { shard(Initial::verify, Buffers::average); }),
-                 {"'norm.running_mean'", "Initial::broadcast"});
-    EXPECT_EQ(shard(Initial::broadcast, Buffers::average), 1);
-    EXPECT_EQ(shard(Initial::verify, Buffers::local), world.rank.value + 1);
+    EXPECT_EQ(mean_after(Initial::verify, Buffers::average, "mean"), 1.5);
+    EXPECT_EQ(mean_after(Initial::verify, Buffers::broadcast, "rank 0's"), 1);
+    EXPECT_EQ(mean_after(Initial::verify, Buffers::local, "own"), world.rank.value + 1);
+    EXPECT_EQ(mean_after(Initial::broadcast, Buffers::average, ""), 1);
+  });
+}
+
+TEST(Buffers, OfOtherKindsAreAnErrorThatNamesThem) {
+  on_ranks(2, [](World world) {
+    for (const auto initial : {Initial::verify, Initial::broadcast}) {
+      torch::nn::Linear net(2, 2);
+      torch::manual_seed(0);
+      net->reset_parameters();
+      net->register_buffer("table", torch::zeros({world.rank.value + 3}));
+      expect_words(refusal<AgreementError>([&] { fully_shard(*net, Mesh(world), {.initial = initial}); }),
+                   {"'table'", "[3]", "[4]", "rank 1"});
+      EXPECT_NO_THROW(fully_shard(*net, Mesh(world), {.initial = initial, .buffers = Buffers::local}));
+    }
   });
 }
 

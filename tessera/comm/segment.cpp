@@ -350,7 +350,9 @@ void Segment::disagree(const Operation& operation) {
   std::string words = text("rank ", rank_.value, " waited in vain in ", named(operation));
   for (int r = 0; r < ranks_; ++r)
     if (r != rank_.value) words += "; " + describe(Rank(r));
-  words += "; all ranks wait for each other: they must do the same things in the same order";
+  words +=
+      "; all ranks wait for each other: they must do the same things in the same order, as many backwards a step, and "
+      "the same parts recomputed as often (ranks with different numbers of batches: Sharded::join)";
   end_as(Presence::disagrees, words);
   throw AgreementError(words);
 }

@@ -1,6 +1,7 @@
 #include "tessera/engine/annotate.h"
 
 #include <map>
+#include <memory>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -22,11 +23,12 @@ std::string words_of(const char* what, const Annotations& annotations) {
   return text(what, " {", words, "}");
 }
 
+using SpecsOf = std::map<const at::TensorImpl*, Specs>;
+
 // Of all parameters, tied ones under each of their names.
-std::map<const at::TensorImpl*, Specs> specs_of(const ModuleTree& model, const Annotations& parameters,
-                                                const Annotations& optimizer_state) {
+SpecsOf specs_of(const ModuleTree& model, const Annotations& parameters, const Annotations& optimizer_state) {
   AnnotationTable values("values", parameters), states("optimizer state", optimizer_state);
-  std::map<const at::TensorImpl*, Specs> all;
+  SpecsOf all;
   for (const auto& [name, tensor] : model.parameters) {
     if (!tensor.defined()) continue;
     const PartitionSpec spec = values.find(name).value_or(P());
@@ -42,23 +44,29 @@ std::map<const at::TensorImpl*, Specs> specs_of(const ModuleTree& model, const A
   return all;
 }
 
-Sharded annotated(const ModuleTree& model, const Mesh& mesh, const Annotations& parameters,
-                  const Annotations& optimizer_state, const ShardOptions& options) {
+void refuse_placed(const ShardOptions& options) {
   if (!(options.placements == ShardOptions{}.placements) || !options.layouts.empty())
     throw ConfigError("annotate: placements and layouts follow from the annotations; leave both unset in the options");
   if (!options.reshard_after_forward.axis.empty() || options.resident_below != 0)
     throw ConfigError(
         "annotate: where parameters lie follows from the annotations; leave resident_below and the axis of "
         "reshard_after_forward unset in the options, and annotate what is to stay whole with P()");
-  const auto specs = specs_of(model, parameters, optimizer_state);
-  const Rules rules{.of =
-                        [&](const std::string& name, const at::Tensor& tensor) {
-                          const Specs& found = specs.at(tensor.unsafeGetTensorImpl());
-                          return rule_of(name, tensor.sizes().vec(), found.values, found.state, mesh);
-                        },
-                    .name = [](const Rule& rule) { return text(name_of(rule.layout), ":", name_of(rule.placements)); },
-                    .check_used = [] {},
-                    .words = text(words_of("annotated", parameters), ", ", words_of("optimizer state", optimizer_state))};
+}
+
+Sharded annotated(const ModuleTree& model, const Mesh& mesh, const Annotations& parameters,
+                  const Annotations& optimizer_state, const ShardOptions& options) {
+  const auto rules = [&] {
+    refuse_placed(options);
+    const auto specs = std::make_shared<const SpecsOf>(specs_of(model, parameters, optimizer_state));
+    return Rules{.of =
+                     [specs, mesh](const std::string& name, const at::Tensor& tensor) {
+                       const Specs& found = specs->at(tensor.unsafeGetTensorImpl());
+                       return rule_of(name, tensor.sizes().vec(), found.values, found.state, mesh);
+                     },
+                 .name = [](const Rule& rule) { return text(name_of(rule.layout), ":", name_of(rule.placements)); },
+                 .check_used = [] {},
+                 .words = text(words_of("annotated", parameters), ", ", words_of("optimizer state", optimizer_state))};
+  };
   return shard_model(model, mesh, options, rules);
 }
 

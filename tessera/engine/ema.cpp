@@ -1,6 +1,7 @@
 #include "tessera/engine/ema.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -10,6 +11,7 @@ namespace tessera {
 
 Ema::Ema(const Sharded& sharded, double decay) : engine_(sharded.shared_engine()) {
   set_decay(decay);
+  const c10::InferenceMode no_inference(false);
   const at::NoGradGuard no_grad;
   for (const auto& place : places_of(*engine_)) {
     const Unit& unit = *engine_->units()[place.unit];

@@ -114,6 +114,9 @@ void Engine::before(std::span<const Access> accesses, std::string_view) {
     unit_of(access).shard_written = true;
   }
   if (shard_writes && phase_ != Phase::stepping) begin_outside_step();
+  if (shard_writes)
+    for (const auto& access : accesses)
+      if (access.what->kind == Observed::Kind::shard && access.writes) unit_of(access).note_change();
   if (!units) return;
   if (backward && phase_ != Phase::backward) enter_backward();
   if (!backward && phase_ != Phase::forward) enter_forward();
@@ -239,12 +242,14 @@ void Engine::refuse_unconsumed() const {
         first = text(" (the first is that of parameter '", parameter.name, "' of unit '", unit->name(), "')");
   const bool used_as_they_come = reduction_pending_ || (consumer_ != nullptr && consumer_->fuses_reduction());
   if (first.empty() && !used_as_they_come) return;  // they were dropped on purpose
-  throw GuardError(text("the gradients of step ", step_, first,
-                        " were reduced, but no optimizer used them. Build the optimizer from the shards "
-                        "(tessera::AdamW(sharded, …) or a torch::optim optimizer over sharded.parameters()), not from the "
-                        "model's own parameters, and "
-                        "call step(); for several micro-batches a step hold sharded.accumulating() over all but the last; "
-                        "for evaluation hold a NoGradGuard"));
+  throw GuardError(
+      text("the gradients of step ", step_, first,
+           " were reduced, but no optimizer used them. Build the optimizer from the shards "
+           "(tessera::AdamW(sharded, …) or a torch::optim optimizer over sharded.parameters()), not from the "
+           "model's own parameters, and "
+           "call step(), or Sharded::step(optimizer) where it may have nothing to update on this rank, as Muon; "
+           "for several micro-batches a step hold sharded.accumulating() over all but the last; "
+           "for evaluation hold a NoGradGuard"));
 }
 
 void Engine::go_on_after_nested_backward() {
@@ -277,7 +282,9 @@ void Engine::end_outermost_backward() {
 void Engine::expect_gradients() {
   for (const auto& unit : units_) {
     unit->complete = false;
+    unit->late = false;
     unit->expected = unit->count_trainable();
+    unit->expected_any |= unit->expected > 0;
   }
 }
 

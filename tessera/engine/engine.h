@@ -100,17 +100,19 @@ class Engine final : public AccessHandler {
   void begin_accumulating() { ++accumulating_; }
   void end_accumulating() { --accumulating_; }
 
-  /// √Σ gradient² over all parameters, the same on all ranks (collective). Clips to `max_norm` unless it is infinite:
-  /// gradients times min(1, max_norm / (norm + 1e-6)), as torch::nn::utils::clip_grad_norm_.
-  double clip_gradient_norm(double max_norm);
+  /// (Σ |gradient|^norm_type)^(1 / norm_type) over all parameters, or the largest |gradient| if that is infinite; the same
+  /// on all ranks (collective). Clips to `max_norm` unless it is infinite: gradients times min(1, max_norm / (norm + 1e-6)),
+  /// as torch::nn::utils::clip_grad_norm_.
+  double clip_gradient_norm(double max_norm, double norm_type);
 
   /// Limits each element of the gradients to ±`limit`. Collective.
   void clip_gradient_values(double limit);
 
   /// The attached optimizer's step (collective). Returns whether the step was applied.
   bool run_step();
-  /// A step whose update, `update`, is another optimizer's on the shards. Collective. Returns whether it was applied.
-  bool run_step_of(const std::function<void()>& update);
+  /// A step whose update, `update`, is another optimizer's on the shards; `rates` must be the same on all ranks. Collective.
+  /// Returns whether it was applied.
+  bool run_step_of(const std::function<void()>& update, const std::vector<double>& rates = {});
   /// Drops the gradients of this step.
   void zero_grad();
   /// Detaches every unit and keeps what was written to parameters (collective if something was).
@@ -193,6 +195,7 @@ class Engine final : public AccessHandler {
   void end_backward();
   void end_outermost_backward();
   void refuse_unconsumed() const;
+  void say_that_none_is_used() const;
   void refuse_other_tensors();
   void refuse_in_scope(const char* what) const;
   void refuse_in_backward(const std::string& what) const;
@@ -239,9 +242,13 @@ class Engine final : public AccessHandler {
   void hand_over(bool arrivals);
   void synchronise(bool keep_local = false);
 
+  std::vector<uint64_t> replicas_to_compare() const;
+  void refuse_drifted_replicas(const std::vector<std::string>& answers, size_t begin) const;
+  [[noreturn]] void refuse_other_trainable() const;
   bool agree_on_step();
   bool agree_on_outside_step();
   void begin_outside_step();
+  void note_changes();
   void tell_units_loss_scale();
   void finish_step(bool applied);
 
@@ -283,6 +290,7 @@ class Engine final : public AccessHandler {
   bool reduction_pending_ = false;      // posted, and left for the optimizer to reduce
   bool sums_pending_ = false;           // sharded gradients are summed, and not exchanged between the ranks of one part
   bool unconsumed_ = false;             // gradients wait for a step
+  int dropped_ = 0;                     // times that they were dropped while no optimizer had ever used any
   bool departed_ = false;               // said once that an iteration departed from the schedule
   std::vector<bool> updated_anywhere_;  // by unit: some rank has a gradient for it in the step that was agreed on
   double weight_ = 1.0;                 // of this rank's gradients in the coming backward
@@ -292,6 +300,8 @@ class Engine final : public AccessHandler {
   std::vector<bool> took_part_;         // ranks that had a batch in this step; empty: all
   bool loss_was_scaled_ = false;        // of this backward
   bool watching_ = false;
+  uint64_t outside_settings_ = 0;  // of the optimizers whose step is running, if they are not tessera's
+  int64_t spoilt_in_ = 0;          // the step in which an outside optimizer took in gradients that are not finite, or 0
   std::string first_non_finite_;
   Traffic traffic_;
   int unwinding_ = 0;

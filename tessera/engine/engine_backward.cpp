@@ -32,7 +32,7 @@ void Engine::on_gradient(uint32_t index, ParameterIndex p) {
   unit.take_gradient(p, weight_);
   // What is used again later is handed over at the end of backward, so that there is one round of it a backward; and what
   // may be, where a rank without a batch would not learn of a second round.
-  if (unit.arrivals == unit.expected && !unit.touched_after_complete && unit.gradients_sharded()) {
+  if (unit.arrivals == unit.expected && !unit.late && !unit.posts_at_end && unit.gradients_sharded()) {
     if (unit.shown || !some_sit_out_) {
       unit.shown = true;
       post(index);
@@ -43,8 +43,8 @@ void Engine::on_gradient(uint32_t index, ParameterIndex p) {
   serve_peers();
 }
 
-// Backward has reached a unit again whose gradients were handed over: the first time that this happens to the unit, since
-// nothing told before.
+// Backward has reached a unit again whose gradients were handed over: the first step in which this happens to the unit,
+// since the ranks tell each other at its end.
 void Engine::start_another_round(uint32_t index, ParameterIndex p) {
   Unit& unit = *units_[index];
   if (updates_in_backward(unit))
@@ -53,6 +53,7 @@ void Engine::start_another_round(uint32_t index, ParameterIndex p) {
                           "), which no step before showed; construct the optimizer without fused_reduction for this model"));
   while (std::find(to_reduce_.begin(), to_reduce_.end(), index) != to_reduce_.end()) reduce_oldest();
   unit.complete = false;
+  unit.late = true;
   unit.touched_after_complete = true;
 }
 
@@ -76,7 +77,9 @@ void Engine::sweep_gradients(Unit& unit) {
 void Engine::post_rest(bool keep_local) {
   for (uint32_t index = 0; index < units_.size(); ++index) {
     Unit& unit = *units_[index];
-    if (unit.complete || !unit.trainable() || (keep_local && keeps_local_gradients(unit))) continue;
+    // One that was frozen after a micro-batch still has the gradients of that, where these are kept here.
+    const bool takes_part = unit.trainable() || (local_pending_ && !unit.gradients_sharded() && unit.expected_any);
+    if (unit.complete || !takes_part || (keep_local && keeps_local_gradients(unit))) continue;
     sweep_gradients(unit);
     post(index);
   }
@@ -130,10 +133,11 @@ void Engine::end_backward() {
   // gradient of that, or before whatever follows it.
   nested_ended_ = inside_node();
   if (nested_ended_) return;
-  weight_ = 1.0;
   loss_was_scaled_ = false;
-  if (arrivals_) ++backwards_;
   hand_over(arrivals_);
+  if (!arrivals_) return;  // torch::autograd::grad, in forward perhaps: what was said of the next gradients still holds
+  ++backwards_;
+  weight_ = 1.0;
   some_sit_out_ = false;
 }
 

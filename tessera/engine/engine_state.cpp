@@ -1,6 +1,7 @@
 // The part of Engine that reads and writes whole parameters and gradients.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -40,11 +41,11 @@ void Engine::refuse_replaced() const {
   for (const auto& unit : units_)
     for (ParameterIndex p = 0; p < unit->parameters().size(); ++p)
       if (unit->replaced(p))
-        throw GuardError(
-            text("parameter '", unit->parameters()[p].name, "' of unit '", unit->name(),
-                 "' was given other memory after sharding (set_data, torch::load and Module::to do that), which "
-                 "would never be trained. Call Sharded::adopt() on all ranks to take over the values, or copy "
-                 "into the parameter instead"));
+        throw GuardError(text(
+            "parameter '", unit->parameters()[p].name, "' of unit '", unit->name(),
+            "' was given other memory, or another shape or strides, after sharding (set_data, torch::load, Module::to and "
+            "t_ do that), which would never be trained. Call Sharded::adopt() on all ranks to take over the values, or copy "
+            "into the parameter instead"));
 }
 
 // Of a module that was exchanged for another (replace_module) nothing here would know. Walking over a model costs as much as
@@ -83,6 +84,7 @@ void Engine::refuse_other_tensors() {
 }
 
 void Engine::write(const std::vector<NewValues>& all) {
+  const c10::InferenceMode no_inference(false);
   settle();
   refuse_in_backward("new values of parameters");
   refuse_in_scope("new values of parameters");
@@ -114,6 +116,7 @@ void Engine::publish_written(const std::vector<ParameterPlace>& places) {
 }
 
 void Engine::adopt() {
+  const c10::InferenceMode no_inference(false);
   std::vector<NewValues> all;
   for (uint32_t u = 0; u < units_.size(); ++u) {
     Unit& unit = *units_[u];
@@ -159,6 +162,7 @@ std::vector<at::Tensor> Engine::gradients_of_shards() {
 }
 
 std::vector<at::Tensor> Engine::full_gradients() {
+  refuse_in_backward("a look at all gradients");
   if (consumer_ != nullptr && consumer_->fuses_reduction() &&
       any_unit([](const Unit& unit) { return unit.gradients_sharded(); }))
     throw ConfigError(

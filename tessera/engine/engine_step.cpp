@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -16,115 +17,6 @@
 #include "tessera/storage/caching_allocator.h"
 
 namespace tessera {
-namespace {
-
-constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
-
-// What each rank says at a step; travels as bytes between processes of one build.
-struct StepFacts {
-  int64_t step;
-  int32_t backwards;
-  int32_t looks;                     // for gradients where there were none, since the step before
-  uint32_t bad_unit, bad_parameter;  // first with a gradient that is not finite, or kNone
-  double loss_scale;
-  uint64_t trainable;  // hash of which parameters require a gradient
-  uint64_t settings;   // of the attached optimizer
-};
-
-uint64_t trainable_of(const std::vector<std::unique_ptr<Unit>>& units) {
-  std::string flags;
-  for (const auto& unit : units)
-    for (const auto& parameter : unit->parameters()) flags += parameter.tensor.requires_grad() ? '1' : '0';
-  return hash_of_bytes(flags.data(), static_cast<int64_t>(flags.size()));
-}
-
-StepFacts facts_of(const std::vector<std::unique_ptr<Unit>>& units, StepFacts facts) {
-  for (uint32_t u = 0; u < units.size(); ++u)
-    for (uint32_t p = 0; p < units[u]->parameters().size(); ++p) {
-      if (std::isfinite(units[u]->parameters()[p].squares)) continue;
-      facts.bad_unit = u;
-      facts.bad_parameter = p;
-      return facts;
-    }
-  return facts;
-}
-
-}  // namespace
-
-bool Engine::agree_on_step() {
-  const int32_t backwards = std::max(1, backwards_);  // a rank without any takes part with nothing
-  const int32_t looks = take_looks();
-  StepFacts first_bad{step_,
-                      backwards,
-                      looks,
-                      kNone,
-                      kNone,
-                      scaler_.scale(),
-                      trainable_of(units_),
-                      consumer_ != nullptr ? consumer_->settings() : 0};
-  std::string mine = packed(facts_of(units_, first_bad));
-  for (const auto& unit : units_) mine += unit->any_gradient() ? '1' : '0';
-  const auto answers = communicator_->all_gather(text("optimizer step ", step_), mine);
-  updated_anywhere_.assign(units_.size(), false);
-  int bad_rank = 0;
-  for (int r = 0; r < communicator_->size(); ++r) {
-    const std::string& answer = answers[static_cast<size_t>(r)];
-    const auto facts = unpacked<StepFacts>(answer);
-    for (size_t u = 0; u < units_.size(); ++u)
-      updated_anywhere_[u] = updated_anywhere_[u] || answer.at(sizeof(StepFacts) + u) == '1';
-    if (facts.looks != looks)
-      throw AgreementError(text("step ", step_, ": since the step before, rank ", r, " has looked ", facts.looks,
-                                " times for gradients of its shards where there were none, rank ",
-                                communicator_->rank().value, " ", looks,
-                                " times. An optimizer's step that finds none on one rank takes no part in the step of the "
-                                "others, so gradients of different steps were added. Where a rank may have none, call "
-                                "Sharded::step(optimizer) instead of optimizer.step(), or Sharded::join"));
-    if (facts.backwards != backwards)
-      throw AgreementError(text("step ", step_, ": rank ", r, " handed over the gradients of ", facts.backwards,
-                                " backwards, rank ", communicator_->rank().value, " of ", backwards,
-                                "; all ranks must run the same number of backwards a step"));
-    if (facts.loss_scale != scaler_.scale())
-      throw AgreementError(text("step ", step_, ": the loss scale of rank ", r, " is ", facts.loss_scale, ", that of rank ",
-                                communicator_->rank().value, " is ", scaler_.scale(),
-                                "; set the same loss-scale state on all ranks"));
-    const auto require_same = [&](bool same, const char* what) {
-      if (!same)
-        throw AgreementError(text("step ", step_, ": ranks ", r, " and ", communicator_->rank().value, " differ in ", what));
-    };
-    require_same(facts.trainable == first_bad.trainable,
-                 "which parameters require a gradient; call set_requires_grad alike on all ranks");
-    require_same(
-        facts.settings == first_bad.settings,
-        "the optimizer's options, such as its learning rate; each rank would update its part of the parameters by its "
-        "own");
-    if (facts.bad_unit < first_bad.bad_unit ||
-        (facts.bad_unit == first_bad.bad_unit && facts.bad_parameter < first_bad.bad_parameter)) {
-      first_bad = facts;
-      bad_rank = r;
-    }
-  }
-  if (first_bad.bad_unit == kNone) {
-    scaler_.applied();
-    return true;
-  }
-  const Unit& unit = *units_[first_bad.bad_unit];
-  const std::string what =
-      text("step ", step_, ": the gradient of parameter '", unit.parameters()[first_bad.bad_parameter].name, "' (unit '",
-           unit.name(), "') is not finite; rank ", bad_rank, " found it in the part that it reduces");
-  const bool backs_off = scaler_.can_back_off();  // if not, it is at its minimum, or there is none
-  if (!backs_off && non_finite_ == NonFinite::stop)
-    throw NonFiniteError(
-        what + (scaler_.in_use() ? text(". The loss scale, ", scaler_.scale(), ", can't be lowered") : std::string()) +
-        ". Lower the learning rate, clip gradients, look at the data of this step, or set non_finite = skip");
-  ++skipped_;
-  scaler_.back_off();
-  if (communicator_->rank().value == 0)
-    std::fprintf(stderr, "tessera: %s; the step is skipped (%lld so far)%s\n", what.c_str(),
-                 static_cast<long long>(skipped_),
-                 backs_off ? text(", the loss scale is ", scaler_.scale(), " from now on").c_str() : "");
-  return false;
-}
-
 void Engine::refuse_step(const char* what) const {
   if (phase_ == Phase::backward)
     throw GuardError(text(what, " inside backward (step ", step_, "); step the optimizer when backward has returned"));
@@ -159,6 +51,7 @@ bool Engine::run_step() {
   }
   const bool applied = agree_on_step();
   if (buffers_) buffers_->synchronise(*communicator_, took_part_);
+  if (applied) note_changes();
   phase_ = Phase::stepping;
   const auto start = std::chrono::steady_clock::now();
   for (const auto& unit : units_)
@@ -195,23 +88,54 @@ bool Engine::agree_on_outside_step() {
 
 void Engine::begin_outside_step() {
   refuse_step("an operator wrote to a parameter shard");
+  if (consumer_ != nullptr && (rounds_ > 0 || local_pending_))
+    throw GuardError(
+        text("an operator wrote to a parameter shard between backward and the step of tessera's AdamW (step ", step_,
+             "), which updates all parameters; where another optimizer (Muon) has some of them, leave the others to "
+             "one of torch::optim, and write to shards after the step"));
+  if (spoilt_in_ > 0)
+    throw GuardError(text("the optimizer's own state has taken in the gradients of step ", spoilt_in_,
+                          ", which were not finite. Make a new optimizer or load its state, and call "
+                          "Sharded::step(optimizer) instead of optimizer.step(), which looks at the gradients first"));
   const int64_t step = step_;
-  if (!agree_on_outside_step())
+  bool applied = false;
+  try {
+    applied = agree_on_outside_step();
+  } catch (const NonFiniteError&) {  // the optimizer has looked at its gradients before it writes
+    spoilt_in_ = step;
+    throw;
+  }
+  if (!applied) {
+    spoilt_in_ = step;
     throw GuardError(text("step ", step,
                           " must be skipped because of a gradient that is not finite, but a torch::optim optimizer whose "
                           "step() is called can't be told; call Sharded::step(optimizer) instead, or use tessera::AdamW"));
+  }
+  note_changes();
   phase_ = Phase::stepping;
 }
 
-bool Engine::run_step_of(const std::function<void()>& update) {
+// What was saved for a backward holds other values from now on, which autograd must know. Not when the step is finished:
+// that may come with the next forward's first operator, which has saved its parameters by then.
+void Engine::note_changes() {
+  for (size_t u = 0; u < units_.size(); ++u)
+    if (updated_anywhere_[u] || units_[u]->shard_written) units_[u]->note_change();
+}
+
+bool Engine::run_step_of(const std::function<void()>& update, const std::vector<double>& rates) {
   if (consumer_ != nullptr)
     throw ConfigError("Sharded::step is for other optimizers, but this model has tessera's attached; call its step()");
   settle();
   refuse_step("the optimizer's step was called");
   make_reduced();
-  if (!agree_on_outside_step()) return false;
+  outside_settings_ = hash_of_bytes(rates.data(), static_cast<int64_t>(rates.size() * sizeof(double)));
+  const bool applied = agree_on_outside_step();
+  outside_settings_ = 0;
+  if (!applied) return false;
+  spoilt_in_ = 0;
   phase_ = Phase::stepping;
   update();
+  note_changes();
   finish_step(true);
   return true;
 }
@@ -225,7 +149,9 @@ void Engine::finish_step(bool applied) {
       unit->publish_next_epoch();
     }
     unit->forget_gradients();
+    unit->touched_after_complete = false;
   }
+  weight_ = 1.0;
   if (std::exchange(irregular_, false)) {
     schedule_.abandon_iteration();
   } else if (!schedule_.end_iteration() && !departed_) {
@@ -248,8 +174,23 @@ void Engine::finish_step(bool applied) {
   phase_ = Phase::idle;
 }
 
+// Legal, but mostly a slip: an optimizer that holds the model's own parameters finds no gradient, and does nothing.
+void Engine::say_that_none_is_used() const {
+  if (communicator_->rank() != Rank(0)) return;
+  const auto unit = std::find_if(units_.begin(), units_.end(), [](const auto& each) { return each->trainable(); });
+  if (unit == units_.end()) return;
+  std::fprintf(
+      stderr,
+      "tessera: the gradients of two backwards were dropped by zero_grad, and no optimizer has used any (the first "
+      "parameter is '%s' of unit '%s'). If one should have, build it from the shards (tessera::AdamW(sharded, …) or a "
+      "torch::optim optimizer over sharded.parameters()), not from the model's own parameters (said once)\n",
+      (*unit)->parameters().front().name.c_str(), (*unit)->name().c_str());
+}
+
 void Engine::zero_grad() {
+  refuse_in_backward("zero_grad");
   settle();
+  weight_ = 1.0;
   for (const auto& unit : units_)
     if (unit->updated)
       throw GuardError(text("the gradients of step ", step_,
@@ -262,6 +203,7 @@ void Engine::zero_grad() {
     units_[index]->drop_round();
     to_return_.push_back(index);
   }
+  if (unconsumed_ && step_ == 1 && consumer_ == nullptr && ++dropped_ == 2) say_that_none_is_used();
   to_reduce_.clear();
   reduction_pending_ = false;
   sums_pending_ = false;
@@ -300,6 +242,7 @@ void Engine::weigh(double weight) {
 }
 
 void Engine::make_clippable() {
+  refuse_in_backward("a look at all gradients");
   if (consumer_ != nullptr && consumer_->fuses_reduction())
     throw ConfigError(
         "gradients and their norm are not known before the update when the optimizer takes them as they are reduced; "
@@ -317,23 +260,28 @@ void Engine::clip_gradient_values(double limit) {
   for (const auto& unit : units_) unit->clamp_gradients(limit);
 }
 
-double Engine::clip_gradient_norm(double max_norm) {
+double Engine::clip_gradient_norm(double max_norm, double norm_type) {
   if (!(max_norm >= 0)) throw ConfigError(text("the norm to clip gradients to must be 0 or more, but is ", max_norm));
+  if (!(norm_type > 0)) throw ConfigError(text("norm_type must be more than 0 (2, 1, infinity …), but is ", norm_type));
   make_clippable();
   struct Facts {
-    double squares = 0, max_norm;
-  } mine{0, max_norm};
+    double sum, max_norm, norm_type;  // the sum of powers, or the largest of all
+  } mine{0, max_norm, norm_type};
+  const auto add = [norm_type](double& sum, double part) {
+    sum = std::isinf(norm_type) && !std::isnan(part) ? std::max(sum, part) : sum + part;
+  };
   for (const auto& unit : units_)
-    for (const auto& parameter : unit->parameters()) mine.squares += parameter.squares;
-  double squares = 0;
+    for (ParameterIndex p = 0; p < unit->parameters().size(); ++p) add(mine.sum, unit->power_of_gradient(p, norm_type));
+  double sum = 0;
   for (const auto& bytes : communicator_->all_gather("gradient norm", packed(mine))) {
     const auto theirs = unpacked<Facts>(bytes);
-    if (theirs.max_norm != max_norm)
-      throw AgreementError(text("step ", step_, ": ranks clip gradients to different norms, ", max_norm, " (rank ",
-                                communicator_->rank().value, ") and ", theirs.max_norm));
-    squares += theirs.squares;
+    if (theirs.max_norm != max_norm || theirs.norm_type != norm_type)
+      throw AgreementError(text("step ", step_, ": ranks clip gradients to different norms, ", max_norm, " of type ",
+                                norm_type, " (rank ", communicator_->rank().value, ") and ", theirs.max_norm, " of type ",
+                                theirs.norm_type));
+    add(sum, theirs.sum);
   }
-  const double norm = std::sqrt(squares);
+  const double norm = std::isinf(norm_type) ? sum : norm_type == 2 ? std::sqrt(sum) : std::pow(sum, 1 / norm_type);
   const double coefficient = std::isinf(max_norm) ? 1.0 : std::min(1.0, max_norm / (norm + 1e-6));
   if (coefficient != 1.0)
     for (const auto& unit : units_) unit->scale_gradients(coefficient);

@@ -1,12 +1,14 @@
 #include "tessera/engine/fully_shard.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/jit/codegen/fuser/interface.h>
 #include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <exception>
 #include <map>
 #include <set>
 #include <tuple>
@@ -57,9 +59,15 @@ std::string unit_of(const std::string& name, const std::map<std::string, std::st
   return "";
 }
 
-void check_parameter(const std::string& name, const at::Tensor& tensor, std::map<const void*, std::string>& storages) {
+void check_parameter(const std::string& name, const at::Tensor& tensor, const std::string& unit,
+                     std::map<const void*, std::string>& storages) {
   if (tensor.key_set().has(c10::DispatchKey::Fake))
-    throw ConfigError(text("parameter '", name, "' is sharded already; shard a model once"));
+    throw ConfigError(text("parameter '", name, "' (unit '", unit,
+                           "') is sharded already; shard a model once and keep the Sharded that fully_shard returned, or "
+                           "build the module anew"));
+  if (tensor.is_inference())
+    throw ConfigError(text("parameter '", name, "' (unit '", unit,
+                           "') was made under InferenceMode and can't be trained; build the module outside of it"));
   if (!tensor.device().is_cpu())
     throw ConfigError(text("parameter '", name, "' is on ", tensor.device().str(),
                            ", but ranks that share memory compute on the CPU; move the model to the CPU"));
@@ -105,7 +113,7 @@ void keep_after_forward(std::vector<UnitSpec>& units, const ShardOptions& option
   for (const auto& pattern : options.kept) {
     bool found = false;
     for (auto& unit : units)
-      if (matches(pattern, unit.name)) found = unit.kept_after_forward = true;
+      if (unit.is_meant_by(pattern)) found = unit.kept_after_forward = true;
     if (found) continue;
     std::string names;
     for (const auto& unit : units) names += text(names.empty() ? "" : ", ", unit.name);
@@ -127,24 +135,30 @@ std::vector<UnitSpec> collect(const ModuleTree& model, const ShardOptions& optio
   for (const auto& [name, tensor] : model.parameters) {
     if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
     if (is_ignored(name, options.ignored, ignored)) continue;
-    check_parameter(name, tensor, storages);
+    const std::string module = unit_of(name, names), asked_for = module.empty() ? kRoot : module;
+    check_parameter(name, tensor, asked_for, storages);
     const Rule rule = rules.of(name, tensor);
-    const std::string unit = rule.resident ? kResident : unit_of(name, names);
+    const std::string unit = rule.resident ? kResident : asked_for;
     const std::string kind = rules.name(rule);
     const auto [found, fresh] = index_of.emplace(std::tuple(unit, tensor.scalar_type(), kind), units.size());
     if (fresh) {
-      std::string unit_name = unit.empty() ? kRoot : unit;
+      std::string unit_name = unit;
       if (!used.insert(unit_name).second)
         used.insert(unit_name += text(":", c10::toString(tensor.scalar_type()), ":", kind));
       units.push_back({unit_name, {}, rule});
     }
-    units[found->second].parameters.push_back({name, tensor});
+    UnitSpec& spec = units[found->second];
+    spec.parameters.push_back({name, tensor});
+    if (std::find(spec.asked_for.begin(), spec.asked_for.end(), asked_for) == spec.asked_for.end())
+      spec.asked_for.push_back(asked_for);
   }
   if (units.empty())
     throw ConfigError(text("the model (", model.type, ") has no parameters to shard",
                            model.script ? "; those of a frozen TorchScript module have become constants: shard the module "
                                           "as it was before it was frozen"
-                                        : ""));
+                           : seen.empty()
+                               ? "; register its weights (register_parameter, register_module) before it is sharded"
+                               : ": all of them are ignored; ignore fewer"));
   rules.check_used();
   keep_after_forward(units, options);
   for (size_t i = 0; i < ignored.size(); ++i)
@@ -297,20 +311,49 @@ Rules rules_of(const ShardOptions& options, const Mesh& mesh) {
           .words = words};
 }
 
-}  // namespace
-
-Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOptions& options, const Rules& rules) {
+void check(const ShardOptions& options) {
   if (const auto divisor = options.gradient_divisor; divisor && !(*divisor > 0 && std::isfinite(*divisor)))
     throw ConfigError(text("gradient_divisor must be a positive number, but is ", *divisor));
   const LossScaler checked(options.loss_scale);
   check_precision(options.precision);
-  auto units = collect(model, options, rules);
+}
+
+// What one rank finds wrong with its model or options ends it on all ranks, instead of leaving the others to wait.
+void refuse_on_all_ranks(Communicator& communicator, const std::function<void()>& prepare) {
+  std::exception_ptr mine;
+  std::string fault;
+  try {
+    prepare();
+  } catch (const std::exception& error) {
+    mine = std::current_exception();
+    fault = error.what();
+  }
+  const auto faults = communicator.all_gather("what ranks find wrong with the model", fault);
+  if (mine) std::rethrow_exception(mine);
+  for (size_t r = 0; r < faults.size(); ++r)
+    if (!faults[r].empty()) throw AgreementError(text("rank ", r, " can't shard its model: ", faults[r]));
+}
+
+}  // namespace
+
+Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOptions& options,
+                    const std::function<Rules()>& make_rules) {
+  const c10::InferenceMode no_inference(false);
   const auto communicator = SharedMemory::connect(mesh.world());
+  Rules rules;
+  std::vector<UnitSpec> units;
+  refuse_on_all_ranks(*communicator, [&] {
+    check(options);
+    rules = make_rules();
+    units = collect(model, options, rules);
+  });
   agree(*communicator, units, words_for(options, mesh, rules, units), options.initial);
   if (communicator->rank().value == 0) say_that_others_stay_behind(units);
   require_memory(state_of_host(units, options),
                  text("sharding ", units.size(), " units over ", communicator->size(), " ranks as ", rules.words));
   materialize(tensors_of(model.buffers));
+  auto buffers = buffers_of(model, options);
+  buffers->agree(*communicator, options.initial == Initial::broadcast);
   auto ignored = ignored_of(model, options);
   materialize(tensors_of(ignored));
   auto arena = ArenaLease::take(communicator);
@@ -323,8 +366,6 @@ Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOption
       EngineSettings{options.precision, options.non_finite, options.gradient_divisor.value_or(communicator->size()),
                      options.loss_scale, give_values, std::move(ignored), other_names_of(model), model.now},
       std::move(units));
-  auto buffers = buffers_of(model, options);
-  buffers->agree(*communicator, options.initial == Initial::verify);
   if (!buffers->empty()) engine->keep_equal(std::move(buffers));
   arena->arena().trim();
   return {std::move(engine), std::move(arena)};
@@ -333,7 +374,7 @@ Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOption
 Sharded fully_shard(torch::nn::Module& module, const Mesh& mesh, const ShardOptions& options) {
   const Deferred::Pause pause;
   settle_deferred(module);
-  return shard_model(tree_of(module), mesh, options, rules_of(options, mesh));
+  return shard_model(tree_of(module), mesh, options, [&] { return rules_of(options, mesh); });
 }
 
 ModuleTree script_tree_of(const torch::jit::Module& module) {
@@ -347,7 +388,7 @@ ModuleTree script_tree_of(const torch::jit::Module& module) {
 
 Sharded fully_shard(torch::jit::Module& module, const Mesh& mesh, const ShardOptions& options) {
   const Deferred::Pause pause;
-  return shard_model(script_tree_of(module), mesh, options, rules_of(options, mesh));
+  return shard_model(script_tree_of(module), mesh, options, [&] { return rules_of(options, mesh); });
 }
 
 }  // namespace tessera

@@ -84,12 +84,13 @@ class Sharded {
   std::vector<at::Tensor> parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
 
-  /// Clips the gradients' global norm to `max_norm`; returns the norm before, the same number on all ranks. Collective. Call
-  /// between backward and step. Throws ConfigError if the optimizer takes gradients as they are reduced.
-  double clip_grad_norm(double max_norm) { return engine_->clip_gradient_norm(max_norm); }
+  /// Clips the gradients' global norm, (Σ |gradient|^norm_type)^(1 / norm_type), or the largest |gradient| if that is
+  /// infinite, to `max_norm`; returns the norm before, the same number on all ranks. Collective. Call between backward and
+  /// step. Throws ConfigError if the optimizer takes gradients as they are reduced.
+  double clip_grad_norm(double max_norm, double norm_type = 2) { return engine_->clip_gradient_norm(max_norm, norm_type); }
   /// Limits every element of the gradients to [−limit, limit]. Otherwise as clip_grad_norm.
   void clip_grad_value(double limit) { engine_->clip_gradient_values(limit); }
-  double grad_norm() { return engine_->clip_gradient_norm(std::numeric_limits<double>::infinity()); }
+  double grad_norm(double norm_type = 2) { return clip_grad_norm(std::numeric_limits<double>::infinity(), norm_type); }
 
   /// Calls `hook(name, gradient)` for each parameter whose full name matches `pattern` (fnmatch) and that has a gradient,
   /// once a step: when the step's gradients are first looked at after the last backward, by step, clip_grad_norm, grad_norm,
@@ -147,12 +148,18 @@ class Sharded {
 
   /// One step of other optimizers than tessera's over parameters(): calls each one's step(), unless a gradient is not finite
   /// on any rank and that is to be skipped (NonFinite::skip, or a loss scale that can back off); then nothing changes, and
-  /// false is returned. Optimizers that are stepped directly throw instead, on all ranks. A rank whose backward brought no
-  /// gradient takes part with none; stepped directly, its optimizer would do nothing, and the next step throws
-  /// AgreementError on all ranks. Collective.
+  /// false is returned. Throws AgreementError where ranks have different learning rates. Optimizers that are stepped
+  /// directly throw instead of skipping, on all ranks. A rank whose backward brought no gradient takes part with none;
+  /// stepped directly, its optimizer would do nothing, and the next step throws AgreementError on all ranks. Collective.
   template <class... Optimizers>
   bool step(Optimizers&... optimizers) {
-    return engine_->run_step_of([&] { (static_cast<void>(optimizers.step()), ...); });
+    std::vector<double> rates;
+    const auto add_rates = [&rates](auto& optimizer) {
+      if constexpr (requires { optimizer.param_groups(); })
+        for (auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
+    };
+    (add_rates(optimizers), ...);
+    return engine_->run_step_of([&] { (static_cast<void>(optimizers.step()), ...); }, rates);
   }
 
   /// While the result lives, a backward is not the last of its step: gradients add up (in the shards where gradients are
@@ -170,14 +177,15 @@ class Sharded {
   [[nodiscard]] Accumulating accumulating() { return Accumulating(*engine_); }
 
   /// Copies of the whole parameters in the type that the module computes with, and of the whole reduced gradients (undefined
-  /// where no rank had one) in precision.gradient, or fp32 where that is fp16 and the loss is scaled. The latter is
-  /// collective. O(model) memory.
+  /// where no rank had one) in precision.gradient, or fp32 where that is fp16 and the loss is scaled; tied ones under their
+  /// first names. Ignored parameters are not among them. The latter is collective. O(model) memory.
   std::vector<std::pair<std::string, at::Tensor>> full_parameters() const;
   std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
 
   /// Replaces whole parameters by name; the same values on all ranks, of any floating type, of which the master parameters
-  /// keep all digits. `strict`: throws ConfigError listing all names that are missing, unknown, or of another shape;
-  /// otherwise missing ones keep their values. Nothing is written when it throws. Collective.
+  /// keep all digits. Tied parameters may come under any or all of their names, ignored ones may come too. `strict`: throws
+  /// ConfigError listing all names that are missing, unknown, or of another shape; otherwise missing ones keep their values.
+  /// Nothing is written when it throws. Collective.
   void load_parameters(const std::vector<std::pair<std::string, at::Tensor>>& values, bool strict = true);
 
   /// The same for this rank's parts of master parameters (as named_parameters shows them), by name; those that are not named
@@ -199,8 +207,9 @@ class Sharded {
   at::Tensor local_of(const std::string& name, const at::Tensor& whole) const;
 
   /// Gives another sharded model of the same names, shapes and ranks, whatever its placements, layouts and types, this
-  /// one's master parameters with all their digits, and this one's buffers: `fully_shard` a second instance of the module,
-  /// then copy. Throws ConfigError naming what differs; then nothing is copied. Collective. O(one unit) memory.
+  /// one's master parameters with all their digits, and this one's buffers and ignored parameters: `fully_shard` a second
+  /// instance of the module, then copy. Throws ConfigError naming what differs; then nothing is copied. Collective. O(one
+  /// unit) memory.
   void copy_to(Sharded& other) const;
 
   /// After torch::load into the module, or whatever else gave parameters other memory (set_data): takes over their values,

@@ -3,10 +3,12 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/view_as_complex.h>
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 #include "tessera/base/error.h"
 #include "tessera/base/text.h"
@@ -19,6 +21,18 @@ constexpr int64_t kBlock = 8 << 20;  // bytes
 
 std::string with_shape(const at::Tensor& tensor) {
   return text(c10::toString(tensor.scalar_type()), " ", c10::str(tensor.sizes()));
+}
+
+// The one that parameter `name` is known by here.
+const std::string& first_name(const Engine& engine, const std::string& name) {
+  for (const auto& [first, others] : engine.other_names())
+    if (std::find(others.begin(), others.end(), name) != others.end()) return first;
+  return name;
+}
+
+bool same_values(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.defined() || !b.defined() || a.is_same(b)) return a.is_same(b);
+  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && at::equal(a, b);
 }
 
 // Whoever else has the same part leaves it to the first.
@@ -51,9 +65,26 @@ std::vector<ParameterPlace> places_of(const Engine& engine) {
 }
 
 ParameterPlace find(const Engine& engine, const std::string& name) {
+  const std::string& first = first_name(engine, name);
   for (const auto& place : places_of(engine))
-    if (parameter_at(engine, place).name == name) return place;
+    if (parameter_at(engine, place).name == first) return place;
   throw ConfigError(text("'", name, "' is no parameter of the sharded model; Sharded::named_parameters lists their names"));
+}
+
+NamedTensors under_first_names(const Engine& engine, const NamedTensors& values) {
+  NamedTensors all;
+  std::map<std::string, std::pair<std::string, at::Tensor>> seen;  // by first name: as given
+  for (const auto& [name, value] : values) {
+    const std::string& first = first_name(engine, name);
+    const auto [found, fresh] = seen.try_emplace(first, name, value);
+    if (fresh)
+      all.emplace_back(first, value);
+    else if (const auto& [other, values_of_other] = found->second; other == name)
+      throw ConfigError(text("'", name, "' is given twice"));
+    else if (!same_values(value, values_of_other))
+      throw ConfigError(text("'", other, "' and '", name, "' are one tied parameter, but come with different values"));
+  }
+  return all;
 }
 
 at::Tensor whole_of(Engine& engine, const ParameterPlace& place, const at::Tensor& part) {

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/engine/engine.h"
@@ -16,8 +17,14 @@ inline const UnitParameter& parameter_at(const Engine& engine, const ParameterPl
   return engine.units()[place.unit]->parameters()[place.parameter];
 }
 
-/// Throws ConfigError if no parameter has that full name.
+/// Throws ConfigError if no parameter has that full name. A tied parameter is found by each of its names.
 ParameterPlace find(const Engine& engine, const std::string& name);
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// The same with each tied parameter under its first name, once. Throws ConfigError naming both where two names of one come
+/// with different values.
+NamedTensors under_first_names(const Engine& engine, const NamedTensors& values);
 
 /// What holds a value for each element of a parameter (master, moment, average, gradient), put together from the ranks'
 /// parts: `part` is this rank's, in the order of the shard's elements, of one type on all ranks. Returns a tensor in the

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/custom_class.h>
 
 #include "tessera/base/error.h"
@@ -74,6 +75,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    refuse_partial_backward();
     const auto computation = c10::static_intrusive_pointer_cast<Computation>(context->saved_data["computation"].toCapsule());
     variable_list inputs;
     for (const auto& input : context->get_saved_variables()) {
@@ -88,6 +90,19 @@ class Recompute : public torch::autograd::Function<Recompute> {
   }
 
  private:
+  // The backward inside adds to the gradients of all parameters, and leaves no graph.
+  static void refuse_partial_backward() {
+    if (at::GradMode::is_enabled())
+      throw GuardError(
+          "backward with create_graph came through tessera::recompute, which can't be differentiated twice; call the "
+          "function "
+          "itself where second-order gradients are taken");
+    if (!torch::autograd::Engine::get_default_engine().is_checkpoint_valid())
+      throw GuardError(
+          "torch::autograd::grad, or backward with `inputs`, came through tessera::recompute, which gives gradients to all "
+          "parameters that it uses; call backward() without inputs, or the function itself instead of recomputing it");
+  }
+
   static void run(Computation& computation, const variable_list& inputs, const variable_list& gradients) {
     const at::AutoGradMode grad(true);
     variable_list outputs, with;

@@ -14,7 +14,8 @@ namespace tessera {
 /// checkpointing: Chen et al. 2016, "Training deep nets with sublinear memory cost"). Memory: the inputs; time: one more
 /// forward. The second time sees the same random state and the same autocast state as the first. May be nested, and works
 /// with and without sharding. Parameters that `function` uses need not be inputs. `function` must live, and compute the
-/// same, until backward. Without GradMode it is a plain call.
+/// same, until backward, and ranks must recompute the same parts as often. Without GradMode it is a plain call. Backward
+/// throws GuardError under torch::autograd::grad, with `inputs`, or with create_graph.
 std::vector<at::Tensor> recompute_all(std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> function,
                                       std::vector<at::Tensor> inputs);
 

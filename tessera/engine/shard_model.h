@@ -19,7 +19,9 @@ struct Rules {
 /// As tree_of. Throws ConfigError if libtorch would run the code in a way in which its parameters can't be gathered.
 ModuleTree script_tree_of(const torch::jit::Module& module);
 
-/// What fully_shard and annotate have in common. `options.placements` and `options.layouts` are not looked at. Collective.
-Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOptions& options, const Rules& rules);
+/// What fully_shard and annotate have in common. `options.placements` and `options.layouts` are not looked at; `rules` may
+/// throw ConfigError. Collective: where one rank can't, all throw.
+Sharded shard_model(const ModuleTree& model, const Mesh& mesh, const ShardOptions& options,
+                    const std::function<Rules()>& rules);
 
 }  // namespace tessera

@@ -7,6 +7,7 @@
 #include "tessera/base/text.h"
 #include "tessera/engine/arena_lease.h"
 #include "tessera/engine/fully_shard.h"
+#include "tessera/engine/parts.h"
 
 namespace tessera {
 namespace {
@@ -67,8 +68,7 @@ void Sharded::load_parameters(const std::vector<std::pair<std::string, at::Tenso
   std::map<std::string, at::Tensor> given;
   std::vector<Engine::NewValues> all;
   std::string faults;
-  for (const auto& [name, value] : values)
-    if (!given.emplace(name, value).second) faults += text("; '", name, "' is given twice");
+  for (const auto& [name, value] : under_first_names(*engine_, values)) given.emplace(name, value);
   const auto& units = engine_->units();
   for (uint32_t u = 0; u < units.size(); ++u)
     for (ParameterIndex p = 0; p < units[u]->parameters().size(); ++p) {
@@ -86,10 +86,21 @@ void Sharded::load_parameters(const std::vector<std::pair<std::string, at::Tenso
       all.push_back({u, p, found->second});
       given.erase(found);
     }
+  std::vector<std::pair<at::Tensor, at::Tensor>> ignored;  // and their new values
+  for (const auto& [name, tensor] : engine_->ignored())
+    if (const auto found = given.find(name); found != given.end()) {
+      if (found->second.sizes() != tensor.sizes())
+        faults +=
+            text("; '", name, "' has the shape ", c10::str(found->second.sizes()), ", wanted ", c10::str(tensor.sizes()));
+      ignored.emplace_back(tensor.detach(), found->second);
+      given.erase(found);
+    }
   for (const auto& [name, value] : given)
     if (strict) faults += text("; '", name, "' is no parameter of the sharded model");
   if (!faults.empty()) throw ConfigError("parameters can't be loaded: " + faults.substr(2));
   engine_->write(all);
+  const at::NoGradGuard no_grad;
+  for (auto& [parameter, value] : ignored) parameter.copy_(value);
 }
 
 StateBytes Sharded::state_bytes(int64_t optimizer_bytes_per_element) const {

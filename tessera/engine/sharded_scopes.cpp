@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "tessera/base/error.h"
-#include "tessera/base/pattern.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/fully_shard.h"
 
@@ -14,9 +13,9 @@ std::vector<uint32_t> units_matching(const Engine& engine, const std::string& pa
   std::vector<uint32_t> found;
   std::string names;
   for (uint32_t u = 0; u < engine.units().size(); ++u) {
-    const std::string& name = engine.units()[u]->name();
-    if (matches(pattern, name)) found.push_back(u);
-    names += text(names.empty() ? "" : ", ", name);
+    const Unit& unit = *engine.units()[u];
+    if (unit.is_meant_by(pattern)) found.push_back(u);
+    names += text(names.empty() ? "" : ", ", unit.name());
   }
   if (found.empty())
     throw ConfigError(text("the pattern '", pattern, "' matches no unit of this model; its units: ", names));

@@ -11,32 +11,36 @@
 namespace tessera {
 namespace {
 
-using Named = std::vector<std::pair<std::string, at::Tensor>>;
+using Named = NamedTensors;
 
 std::vector<Engine::NewValues> placed(const Engine& engine, const Named& values) {
   std::vector<Engine::NewValues> all;
-  for (const auto& [name, value] : values) {
+  for (const auto& [name, value] : under_first_names(engine, values)) {
     const auto [unit, parameter] = find(engine, name);
     all.push_back({unit, parameter, value});
   }
   return all;
 }
 
+// All parameters, ignored ones too.
+std::map<std::string, std::vector<int64_t>> shapes_of(const Engine& engine) {
+  std::map<std::string, std::vector<int64_t>> shapes;
+  for (const auto& place : places_of(engine))
+    shapes[parameter_at(engine, place).name] = engine.units()[place.unit]->shape(place.parameter);
+  for (const auto& [name, tensor] : engine.ignored()) shapes[name] = tensor.sizes().vec();
+  return shapes;
+}
+
 // A copy's differences to the model that it is to be a copy of.
 std::string differences(const Engine& from, const Engine& to) {
   std::string faults;
-  std::map<std::string, std::vector<int64_t>> wanted;
-  for (const auto& place : places_of(from))
-    wanted[parameter_at(from, place).name] = from.units()[place.unit]->shape(place.parameter);
-  for (const auto& place : places_of(to)) {
-    const auto& name = parameter_at(to, place).name;
-    const auto& shape = to.units()[place.unit]->shape(place.parameter);
+  auto wanted = shapes_of(from);
+  for (const auto& [name, shape] : shapes_of(to)) {
     const auto found = wanted.find(name);
     if (found == wanted.end()) {
       faults += text("; '", name, "' is only in the copy");
     } else if (found->second != shape) {
-      faults += text("; '", name, "' has the shape ", c10::str(c10::IntArrayRef(shape)), ", wanted ",
-                     c10::str(c10::IntArrayRef(found->second)));
+      faults += text("; '", name, "' has the shape ", words_of_shape(shape), ", wanted ", words_of_shape(found->second));
     }
     wanted.erase(name);
   }
@@ -98,15 +102,26 @@ void Sharded::copy_to(Sharded& other) const {
   from.settle();
   from.release_all();
   from.refuse_replaced();
-  std::vector<Engine::NewValues> unit;
+  std::map<std::string, at::Tensor> ignored;  // by the copy
+  for (const auto& [name, tensor] : to.ignored()) ignored[name] = tensor.detach();
+  std::vector<Engine::NewValues> several;
+  const auto give = [&](const std::string& name, const at::Tensor& values) {
+    if (const auto found = ignored.find(name); found != ignored.end()) {
+      found->second.copy_(values);
+    } else {
+      const auto place = find(to, name);
+      several.push_back({place.unit, place.parameter, values});
+    }
+  };
   for (const auto& place : places_of(from)) {
     const auto& parameter = parameter_at(from, place);
-    const auto target = find(to, parameter.name);
-    unit.push_back({target.unit, target.parameter, whole_of(from, place, parameter.shard.detach())});
+    give(parameter.name, whole_of(from, place, parameter.shard.detach()));
     if (place.parameter + 1 < from.units()[place.unit]->parameters().size()) continue;
-    to.write(unit);
-    unit.clear();
+    to.write(several);
+    several.clear();
   }
+  for (const auto& [name, tensor] : from.ignored()) give(name, tensor.detach());
+  to.write(several);
   for (auto& [name, copy] : copies)
     if (copy.defined()) copy.copy_(buffers.at(name));
 }

@@ -3,10 +3,12 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "tessera/base/check.h"
 #include "tessera/base/error.h"
+#include "tessera/base/pattern.h"
 #include "tessera/base/text.h"
 #include "tessera/engine/hash.h"
 #include "tessera/engine/real_pairs.h"
@@ -27,6 +29,11 @@ std::vector<NamedShape> shapes_of(const UnitSpec& spec) {
   return shapes;
 }
 
+bool is_meant_by(const std::string& pattern, const std::string& name, const std::vector<std::string>& asked_for) {
+  return matches(pattern, name) ||
+         std::any_of(asked_for.begin(), asked_for.end(), [&](const auto& asked) { return matches(pattern, asked); });
+}
+
 std::string guard_message(const std::string& unit) {
   return text("the parameters of unit '", unit,
               "' are sharded at this moment, so their values can't be read here. Use them in operators that "
@@ -34,6 +41,9 @@ std::string guard_message(const std::string& unit) {
 }
 
 }  // namespace
+
+bool UnitSpec::is_meant_by(const std::string& pattern) const { return tessera::is_meant_by(pattern, name, asked_for); }
+bool Unit::is_meant_by(const std::string& pattern) const { return tessera::is_meant_by(pattern, name_, asked_for_); }
 
 std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& named) {
   std::vector<at::Tensor> tensors;
@@ -43,6 +53,7 @@ std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& named) {
 
 Unit::Unit(UnitSpec spec, uint32_t index, const Precision& precision, Communicator& communicator, AccessHandler& handler)
     : name_(spec.name),
+      asked_for_(spec.asked_for),
       index_(index),
       placements_(spec.rule.placements),
       division_(spec.rule.division),
@@ -155,7 +166,13 @@ void Unit::write_part(ParameterIndex p, const at::Tensor& values, int64_t first)
   }
 }
 
-bool Unit::replaced(ParameterIndex p) const { return GuardedStorage::owner_of(parameters_[p].tensor) != &observed_; }
+bool Unit::replaced(ParameterIndex p) const {
+  const at::Tensor& tensor = parameters_[p].tensor;
+  const auto& shape = layout_.shape(p);
+  return GuardedStorage::owner_of(tensor) != &observed_ || !tensor.is_contiguous() ||
+         tensor.sizes() != c10::IntArrayRef(shape.data(), shape.size() - (complex_ ? 1 : 0)) ||
+         tensor.storage_offset() != layout_.offset(p).value / (complex_ ? 2 : 1);
+}
 
 void Unit::take_back_tensor(ParameterIndex p) {
   auto& tensor = parameters_[p].tensor;

@@ -37,7 +37,13 @@ struct UnitSpec {
   std::string name;
   std::vector<NamedParameter> parameters;
   Rule rule;
+  /// The units that were asked for ("(root)" is the root) which the parameters lie in: one, unless small ones of several are
+  /// kept together. Several of these may be of one asked-for unit, whose parameters differ in type or layout.
+  std::vector<std::string> asked_for = {};
   bool kept_after_forward = false;  ///< stays gathered until backward has used it
+
+  /// Does the pattern match its name, or an asked-for one?
+  bool is_meant_by(const std::string& pattern) const;
 };
 
 std::vector<at::Tensor> tensors_of(const std::vector<NamedParameter>& named);
@@ -81,6 +87,7 @@ class Unit {
   Unit& operator=(const Unit&) = delete;
 
   const std::string& name() const { return name_; }
+  bool is_meant_by(const std::string& pattern) const;  ///< as that of its UnitSpec
   const Layout& layout() const { return layout_; }
   const Placements& placements() const { return placements_; }
   const Division& division() const { return division_; }
@@ -127,7 +134,8 @@ class Unit {
   void write_part(ParameterIndex p, const at::Tensor& values, int64_t first);
   void write_shard(ParameterIndex p, const at::Tensor& values) { write_part(p, values, 0); }
   void write_gradient(ParameterIndex p, const at::Tensor& values);
-  /// Was the module's tensor given other memory (set_data, as torch::load and Module::to do) since it was sharded?
+  /// Was the module's tensor given other memory (set_data, as torch::load and Module::to do), shape or strides since it was
+  /// sharded?
   bool replaced(ParameterIndex p) const;
   void take_back_tensor(ParameterIndex p);  ///< lets a replaced tensor view this unit's memory again
   /// Hashes of the parameters as they are here now, by parameter; for a resident unit.
@@ -165,6 +173,8 @@ class Unit {
   void measure_changed();
   /// Throws GuardError naming the parameter if one has a .grad that came too late for a fused reduction.
   void refuse_changed(int64_t step) const;
+  /// Σ |gradient|^exponent over the elements that this rank sums, the largest |gradient| if that is infinite.
+  double power_of_gradient(ParameterIndex p, double exponent) const;
   void clamp_gradients(double limit);  ///< elements to ±`limit`
   void scale_gradients(double factor);
   /// Lets `change` see one, if it is there, and change it.
@@ -175,6 +185,7 @@ class Unit {
   /// Lends no more, if all peers are done. Returns whether nothing is lent.
   bool take_back();
   std::chrono::nanoseconds wait_finished(int64_t step);
+  void note_change();            ///< tells autograd that the parameters change in this step; once
   void forget_gradients();       ///< the step is over
   bool shows_gradients() const;  ///< some shard has a .grad
   bool any_gradient() const;     ///< from some rank's backward, or set here
@@ -192,14 +203,17 @@ class Unit {
   int64_t gathered_bytes = 0;  ///< that came from peers by gathers, ever
   int64_t reduced_bytes = 0;   ///< that came from peers by reductions, ever
 
-  bool complete = false;  ///< all expected gradients of this backward are posted
-  bool touched_after_complete = false;
-  bool shown = false;          ///< a backward of all ranks has shown whether it is touched after it was complete
-  bool updated = false;        ///< its parameters changed when its gradients were reduced
+  bool complete = false;                ///< all expected gradients of this backward are posted
+  bool touched_after_complete = false;  ///< used in backward after that, here, since the last step
+  bool posts_at_end = false;  ///< a step has shown that some rank does that: handed over at the end of backward from then on
+  bool late = false;          ///< a gradient came in this backward after that
+  bool shown = false;         ///< a backward of all ranks has shown whether it is touched after it was complete
+  bool updated = false;       ///< its parameters changed when its gradients were reduced
   bool shard_written = false;  ///< an operator wrote to a shard since the last step
   int holders = 0;             ///< scopes that keep it gathered
   size_t arrivals = 0;         ///< gradients that came in this backward
   size_t expected = 0;         ///< gradients that can come in this backward
+  bool expected_any = false;   ///< gradients could come in some backward since the last step
   Bytes lent;                  ///< in the posted round, until it is taken back
 
  private:
@@ -212,6 +226,8 @@ class Unit {
   std::byte* working_at(int64_t element) const { return working_ + element * layout_.element_size(); }
   std::byte* working_at(ParameterIndex p, const Run& run) const { return working_at(layout_.offset(p).value + run.begin); }
   std::byte* master_at(ParameterIndex p, const Run& run) const;
+  template <class Action>
+  void for_each_shown_sum(ParameterIndex p, const Action& action) const;  // action(elements of .grad, in fp64)
   template <class Action>
   void for_each_updated(const Action& action) const;  // action(p, run)
   void reduce_parameter(ParameterIndex p, const SumSources& from, double scale, GradientConsumer* consumer, int64_t step);
@@ -242,6 +258,7 @@ class Unit {
   at::Tensor reduced_shard(ParameterIndex p) const;
 
   std::string name_;
+  std::vector<std::string> asked_for_;
   uint32_t index_;
   Placements placements_;
   Division division_;
@@ -270,6 +287,7 @@ class Unit {
   std::unique_ptr<GuardedStorage> storage_;
   Residency residency_ = Residency::sharded;
   bool kept_after_forward_;
+  bool change_noted_ = false;
   uint32_t epoch_ = 1;
   uint32_t gathered_epoch_ = 0;
   uint32_t round_ = 0;

@@ -258,7 +258,13 @@ bool Unit::any_gradient() const {
          std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.has_gradient; });
 }
 
+void Unit::note_change() {
+  if (std::exchange(change_noted_, true)) return;
+  for (const auto& parameter : parameters_) parameter.tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 void Unit::forget_gradients() {
+  change_noted_ = false;
   for (auto& parameter : parameters_) {
     // A gradient that was not set to zero or none stays, as in torch: the next backward adds to it.
     parameter.has_gradient = parameter.gradient().defined();
@@ -269,6 +275,7 @@ void Unit::forget_gradients() {
   }
   shard_written = false;
   updated = false;
+  expected_any = false;
 }
 
 }  // namespace tessera

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "tessera/base/error.h"
@@ -134,15 +135,34 @@ void Unit::take_in_shown(ParameterIndex p, int64_t step) {
   note_shown(p);
 }
 
+template <class Action>
+void Unit::for_each_shown_sum(ParameterIndex p, const Action& action) const {
+  const at::Tensor shown = shown_gradient(p);
+  if (!shown.defined()) return;
+  const auto& parameter = parameters_[p];
+  const int64_t first = parameter.updated.empty() ? 0 : parameter.updated.front().local;
+  for (const Run& run : parameter.summed)
+    if (run.count > 0) action(shown.view(-1).narrow(0, run.local - first, run.count).to(at::kDouble));
+}
+
 void Unit::measure(ParameterIndex p) {
   auto& parameter = parameters_[p];
   parameter.squares = 0;
-  const at::Tensor shown = shown_gradient(p);
-  if (!shown.defined()) return;
-  const int64_t first = parameter.updated.empty() ? 0 : parameter.updated.front().local;
-  for (const Run& run : parameter.summed)
-    parameter.squares += shown.view(-1).narrow(0, run.local - first, run.count).to(at::kDouble).pow(2).sum().item<double>();
-  note_shown(p);
+  for_each_shown_sum(p, [&](const at::Tensor& part) { parameter.squares += part.pow(2).sum().item<double>(); });
+  if (parameter.gradient().defined()) note_shown(p);
+}
+
+double Unit::power_of_gradient(ParameterIndex p, double exponent) const {
+  if (exponent == 2) return parameters_[p].squares;
+  const at::NoGradGuard no_grad;
+  double sum = 0;
+  for_each_shown_sum(p, [&](const at::Tensor& part) {
+    if (!std::isinf(exponent))
+      sum += part.abs().pow(exponent).sum().item<double>();
+    else if (const double largest = part.abs().max().item<double>(); !(largest <= sum))
+      sum = largest;  // NaN stays
+  });
+  return sum;
 }
 
 void Unit::measure_changed() {

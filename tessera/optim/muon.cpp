@@ -30,6 +30,10 @@ Tensor orthogonalised(const Tensor& matrix, const MuonOptions& options) {
 
 Muon::Muon(const Sharded& sharded, const MuonOptions& options, const Choice& choice) : options_(options) {
   check();
+  if (sharded.engine().consumer() != nullptr)
+    throw ConfigError(
+        "this sharded model has tessera's AdamW attached, which updates all parameters, Muon's too; leave Muon's "
+        "other_parameters() to an optimizer of torch::optim instead");
   for (const auto& unit : sharded.engine().units())
     for (ParameterIndex p = 0; p < unit->parameters().size(); ++p) {
       const auto& parameter = unit->parameters()[p];

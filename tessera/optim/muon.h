@@ -43,12 +43,14 @@ class Muon {
   /// Says which matrices it updates, by name; default: all. Embeddings and output layers usually belong to AdamW.
   using Choice = std::function<bool(const std::string& name)>;
 
-  /// Throws ConfigError for an option outside its range, and naming the parameter if this rank has only a part of a matrix.
+  /// Throws ConfigError for an option outside its range, naming the parameter if this rank has only a part of a matrix, and
+  /// where tessera::AdamW is attached, which updates all parameters.
   Muon(const Sharded& sharded, const MuonOptions& options = {}, const Choice& choice = nullptr);
   /// For a plain model's parameters.
   Muon(const Named& parameters, const MuonOptions& options = {}, const Choice& choice = nullptr);
 
-  /// Updates from the shards' .grad, as torch::optim optimizers do; parameters without a gradient are left alone.
+  /// Updates from the shards' .grad, as torch::optim optimizers do; parameters without a gradient are left alone. Over
+  /// shards call `sharded.step(muon)`: a rank that owns no matrix takes part in the step then.
   void step();
   void zero_grad();
 
