@@ -36,7 +36,8 @@ std::shared_ptr<Arena> make_arena(Bytes bound = kCapacity) {
   void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
   close(file);
   if (base == MAP_FAILED) throw SystemError("mmap failed");
-  std::shared_ptr<const void> mapping(base, [size](const void* at) { munmap(const_cast<void*>(at), size); });
+  std::shared_ptr<const void> mapping(
+      base, [](const void* at) { munmap(const_cast<void*>(at), static_cast<size_t>(kCapacity.value)); });
   return std::make_shared<Arena>(static_cast<std::byte*>(base), kCapacity, ArenaOptions{.bound = bound}, mapping);
 }
 

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include "tests/support/cases.h"
-#include "tests/support/peak_memory.h"
 #include "tests/support/refusal.h"
 #include "tests/support/training_loop.h"
 
@@ -230,43 +229,6 @@ TEST(CasesAccess, DeferredLayersOfFewRowsTrain) {
         }
       },
       {2, 4});
-}
-
-// ---- memory --------------------------------------------------------------------------------------------------------------
-
-int64_t peak_of_training(const std::function<void(int64_t steps)>& train, int64_t steps) {
-  forget_peak();
-  train(steps);
-  return peak_resident().value;
-}
-
-TEST(CasesAccess, StepsTakeNoMoreMemoryThanTheFirstOnes) {
-#ifdef __SANITIZE_ADDRESS__
-  GTEST_SKIP() << "AddressSanitizer keeps freed memory for a while";
-#endif
-  for_every_placement(
-      [](const World& world, const Placements& placements) {
-        torch::manual_seed(0);
-        nn::Sequential model;
-        for (int i = 0; i < 4; ++i) model->push_back(nn::Linear(nn::LinearOptions(512, 512).bias(false)));
-        auto sharded =
-            fully_shard(model, mesh_for(world, placements), {.placements = placements, .units = units_of<nn::LinearImpl>()});
-        AdamW optimizer(sharded, {});
-        const auto train = [&](int64_t steps) {
-          for (int64_t step = 0; step < steps; ++step) {
-            model->forward(torch::ones({4, 512})).pow(2).mean().backward();
-            optimizer.step();
-            optimizer.zero_grad();
-          }
-        };
-        train(3);
-        const int64_t before = memory_use().resident.value;
-        const int64_t early = peak_of_training(train, 4), late = peak_of_training(train, 20);
-        // Gradients of 1 MiB, of which a rank that is ahead of its peers has one or two more.
-        EXPECT_LE(late - early, int64_t{3} << 20);
-        EXPECT_LE(memory_use().resident.value - before, int64_t{3} << 20);
-      },
-      {1, 2});
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Memory is given back when a phase ends: the peak of a second, smaller model in the same process is its own.
+// Steps take no more memory than the first ones, and it is given back when a phase ends: the peak of a second, smaller model
+// in the same process is its own.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -40,6 +41,38 @@ TEST(MemoryReturn, ASecondSmallerModelHasItsOwnPeak) {
         EXPECT_LT((peak_resident() - base).value, 64 * kMebi);
       },
       {2});
+}
+
+int64_t peak_of_training(const std::function<void(int64_t steps)>& train, int64_t steps) {
+  forget_peak();
+  train(steps);
+  return peak_resident().value;
+}
+
+TEST(MemoryReturn, StepsTakeNoMoreThanTheFirstOnes) {
+  for_every_placement(
+      [](const World& world, const Placements& placements) {
+        torch::manual_seed(0);
+        torch::nn::Sequential model;
+        for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(512, 512).bias(false)));
+        auto sharded = fully_shard(model, mesh_for(world, placements),
+                                   {.placements = placements, .units = units_of<torch::nn::LinearImpl>()});
+        AdamW optimizer(sharded, {});
+        const auto train = [&](int64_t steps) {
+          for (int64_t step = 0; step < steps; ++step) {
+            model->forward(torch::ones({4, 512})).pow(2).mean().backward();
+            optimizer.step();
+            optimizer.zero_grad();
+          }
+        };
+        train(3);
+        const int64_t before = memory_use().resident.value;
+        const int64_t early = peak_of_training(train, 4), late = peak_of_training(train, 20);
+        // Gradients of 1 MiB, of which a rank that is ahead of its peers has one or two more.
+        EXPECT_LE(late - early, 3 * kMebi);
+        EXPECT_LE(memory_use().resident.value - before, 3 * kMebi);
+      },
+      {1, 2});
 }
 
 }  // namespace

@@ -244,7 +244,7 @@ class Engine final : public AccessHandler {
 
   std::vector<uint64_t> replicas_to_compare() const;
   void refuse_drifted_replicas(const std::vector<std::string>& answers, size_t begin) const;
-  [[noreturn]] void refuse_other_trainable() const;
+  void refuse_other_trainable() const;
   bool agree_on_step();
   bool agree_on_outside_step();
   void begin_outside_step();

@@ -61,20 +61,18 @@ std::vector<uint64_t> Engine::replicas_to_compare() const {
   return hashes;
 }
 
-// Ranks that update the same elements have to do it alike; nothing else would show that they don't.
+// Ranks that update the same elements have to do it alike; nothing else would show that they don't. What requires a gradient
+// has to be the same on all.
 void Engine::refuse_drifted_replicas(const std::vector<std::string>& answers, size_t begin) const {
   std::vector<std::vector<uint64_t>> hashes;
-  for (const auto& answer : answers) {
-    if (answer.size() < begin) return;  // of other units, which is found out next
-    hashes.push_back(unpacked_all<uint64_t>(answer.substr(begin)));
-  }
+  for (const auto& answer : answers) hashes.push_back(unpacked_all<uint64_t>(answer.substr(begin)));
   size_t i = 0;
   for (const auto& unit : units_) {
     if (!unit->shares_sums() || !unit->trainable()) continue;
     for (const auto& parameter : unit->parameters()) {
       std::map<int, size_t> first;  // rank of each part
       for (size_t r = 0; r < hashes.size(); ++r) {
-        if (i >= hashes[r].size()) return;
+        if (i >= hashes[r].size()) return;  // not in this step
         const auto [one, fresh] = first.emplace(unit->division().optimizer_part(Rank(static_cast<int>(r))), r);
         if (!fresh && hashes[r][i] != hashes[one->second][i])
           throw AgreementError(text("step ", step_, ": the values of parameter '", parameter.name, "' (unit '", unit->name(),
@@ -123,7 +121,6 @@ bool Engine::agree_on_step() {
   const std::string values = packed(replicas_to_compare());
   mine += values;
   const auto answers = communicator_->all_gather(text("optimizer step ", step_), mine);
-  refuse_drifted_replicas(answers, mine.size() - values.size());
   updated_anywhere_.assign(units_.size(), false);
   int bad_rank = 0;
   for (int r = 0; r < communicator_->size(); ++r) {
@@ -164,6 +161,7 @@ bool Engine::agree_on_step() {
       bad_rank = r;
     }
   }
+  refuse_drifted_replicas(answers, mine.size() - values.size());
   if (first_bad.bad_unit == kNone) {
     scaler_.applied();
     return true;

@@ -5,8 +5,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <limits>
-#include <map>
 #include <utility>
 
 #include "tessera/base/error.h"

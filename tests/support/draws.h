@@ -83,8 +83,9 @@ void for_each_draw(int64_t usual, const Compare& compare) {
   const auto draws = environment_integer("TESSERA_TEST_DRAWS").value_or(environment("TESSERA_TEST_SEED") ? 1 : usual);
   const auto first = static_cast<uint64_t>(environment_integer("TESSERA_TEST_SEED").value_or(std::random_device()()));
   std::cout << draws << " draws from TESSERA_TEST_SEED=" << first << std::endl;
+  std::vector<RankEnd> ends;
   const std::function<bool(const Draw&)> fails = [&](const Draw& draw) {
-    const auto ends = run_ranks(draw.ranks, [&](World world) { compare(draw, world); });
+    ends = run_ranks(draw.ranks, [&](World world) { compare(draw, world); });
     return std::any_of(ends.begin(), ends.end(), [](const RankEnd& end) { return end.exit_code != 0 || end.signal != 0; });
   };
   for (uint64_t seed = first; seed < first + static_cast<uint64_t>(draws); ++seed) {
@@ -92,6 +93,9 @@ void for_each_draw(int64_t usual, const Compare& compare) {
     simplify_as_asked(draw);
     if (!fails(draw)) continue;
     std::cout << "Fails: " << draw.description() << std::endl;
+    for (size_t r = 0; r < ends.size(); ++r)
+      std::cout << "rank " << r << " ended with exit code " << ends[r].exit_code << ", signal " << ends[r].signal << " "
+                << ends[r].error << std::endl;
     const auto [small, ways] = shrunk<Draw>(draw, fails);
     std::cout << "Shrunk: TESSERA_TEST_SIMPLER=" << ways << " " << small.description() << std::endl;
     SCOPED_TRACE("TESSERA_TEST_SIMPLER=" + ways + " " + small.description());
