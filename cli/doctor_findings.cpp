@@ -161,9 +161,11 @@ Finding io_uring(const json& facts) {
       switched_off ? "sysctl kernel.io_uring_disabled=0" : "allow io_uring_setup in the container's seccomp profile");
 }
 
+bool can_write(const json& shm) { return !shm.is_null() && shm["writable"].get<bool>(); }
+
 Finding dev_shm(const json& shm) {
   constexpr int64_t kSmall = 256 << 20;
-  const bool usable = !shm.is_null() && shm["writable"].get<bool>();
+  const bool usable = can_write(shm);
   Finding finding{"/dev/shm", usable ? text(size_text(shm["size_bytes"]), ", ", size_text(shm["free_bytes"]), " free")
                                      : "can't be written"};
   if (usable && shm["free_bytes"].get<int64_t>() >= kSmall) return finding;
@@ -220,7 +222,7 @@ json judge(const json& facts) {
       processor(facts["cpu"], facts["memory"]),
       vectors(facts["cpu"]["features"]),
       memory_left(facts["memory"]),
-      system_call("memfd", calls["memfd"], true, "memory that ranks share",
+      system_call("memfd", calls["memfd"], !can_write(facts["dev_shm"]), "memory that ranks share (else a file in /dev/shm)",
                   "Linux 3.17 or newer; allow memfd_create in the container"),
       system_call("pidfd", calls["pidfd"], true, "noticing within a second that a rank died",
                   "Linux 5.3 or newer; allow pidfd_open in the container"),

@@ -126,12 +126,15 @@ TEST(Doctor, SaysHowToMakeSharedPagesHuge) {
 TEST(Doctor, KnowsWhatIsRequired) {
   for (const char* call : {"memfd", "pidfd", "futex"}) {
     json facts = healthy();
+    facts["dev_shm"]["writable"] = false;  // which would do instead of memfds
     facts["system_calls"][call] = "Function not implemented";
     const json finding = named(judge(facts), call);
     EXPECT_EQ(finding["mark"], "missing");
     EXPECT_EQ(finding["required"], true);
   }
   json facts = healthy();
+  facts["system_calls"]["memfd"] = "Operation not permitted";
+  EXPECT_EQ(named(judge(facts), "memfd")["required"], false);
   facts["system_calls"]["io_uring"] = "Operation not permitted";
   facts["kernel"]["io_uring_disabled"] = 2;
   EXPECT_EQ(named(judge(facts), "io_uring")["required"], false);

@@ -4,9 +4,11 @@
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/statvfs.h>
 #include <sys/un.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <thread>
 
@@ -115,10 +117,29 @@ bool receive_welcome(int socket, Welcome& welcome, Descriptor& memory, Deadline 
                                           sizeof welcome - static_cast<size_t>(got), deadline);
 }
 
+// Where the system refuses memfds (seccomp filters of some containers do): a file in /dev/shm that never has a name, so that
+// nobody else can open it and none is left behind.
+Descriptor nameless_file() {
+  const int memfd_error = errno;
+  struct statvfs room {};
+  Descriptor memory(open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+  if (!memory.open() || fstatvfs(memory.get(), &room) != 0)
+    throw SystemError(text("the system refuses a memfd (", std::strerror(memfd_error), ") and a nameless file in /dev/shm (",
+                           std::strerror(errno),
+                           "), one of which ranks of one host share memory through; allow "
+                           "memfd_create in the container, or mount a tmpfs on /dev/shm"));
+  std::fprintf(
+      stderr,
+      "tessera: the system refuses memfds (%s), so ranks share memory in /dev/shm, of which %llu MiB are free: a run "
+      "that needs more is ended by SIGBUS. Allow memfd_create in the container, or make /dev/shm larger\n",
+      std::strerror(memfd_error), static_cast<unsigned long long>(room.f_bavail * room.f_frsize >> 20));
+  return memory;
+}
+
 Descriptor create_memory(int64_t bytes) {
   Descriptor memory(memfd_create("tessera", MFD_CLOEXEC));
-  if (!memory.open()) refuse("the system refuses a memfd, which ranks of one host share memory through");
-  if (ftruncate(memory.get(), bytes) != 0) refuse(text("the system refuses a sparse memfd of ", bytes, " bytes"));
+  if (!memory.open()) memory = nameless_file();
+  if (ftruncate(memory.get(), bytes) != 0) refuse(text("the system refuses a sparse file of ", bytes, " bytes in memory"));
   return memory;
 }
 
