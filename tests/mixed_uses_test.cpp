@@ -175,5 +175,41 @@ TEST(MixedUses, NormsOfAnyType) {
   });
 }
 
+// ---- an optimizer of the caller's own
+// --------------------------------------------------------------------------------------
+
+struct NoOptions : torch::optim::OptimizerCloneableOptions<NoOptions> {};
+
+/// Gradient descent whose options know no learning rate.
+struct Descent : torch::optim::Optimizer {
+  explicit Descent(const std::vector<Tensor>& parameters) : Optimizer(parameters, std::make_unique<NoOptions>()) {}
+  Tensor step(LossClosure = nullptr) override {
+    const torch::NoGradGuard no_grad;
+    for (auto& group : param_groups())
+      for (auto& parameter : group.params())
+        if (parameter.grad().defined()) parameter.sub_(parameter.grad(), 0.1);
+    return {};
+  }
+};
+
+TEST(MixedUses, AnOptimizerWithoutALearningRateIsStepped) {
+  for_every_placement(
+      [](const World& world, const Placements& placements) {
+        auto net = double_net(), plain = double_net();
+        auto sharded = shard(net, world, placements);
+        Descent optimizer(sharded.parameters()), expected(plain->parameters());
+        for (int64_t s = 0; s < 2; ++s) {
+          net(rows(s, world.rank.value)).pow(2).mean().backward();
+          EXPECT_TRUE(sharded.step(optimizer));
+          optimizer.zero_grad();
+          for (int r = 0; r < world.size; ++r) (plain(rows(s, r)).pow(2).mean() / world.size).backward();
+          expected.step();
+          expected.zero_grad();
+        }
+        expect_parameters(sharded, plain, "");
+      },
+      {1, 2});
+}
+
 }  // namespace
 }  // namespace tessera::test

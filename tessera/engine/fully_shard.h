@@ -156,7 +156,10 @@ class Sharded {
     std::vector<double> rates;
     const auto add_rates = [&rates](auto& optimizer) {
       if constexpr (requires { optimizer.param_groups(); })
-        for (auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
+        for (auto& group : optimizer.param_groups()) try {
+            rates.push_back(group.options().get_lr());
+          } catch (const c10::Error&) {  // options of the caller's own, without one
+          }
     };
     (add_rates(optimizers), ...);
     return engine_->run_step_of([&] { (static_cast<void>(optimizers.step()), ...); }, rates);
