@@ -31,11 +31,12 @@ struct StepFacts {
   uint64_t settings;   // of the attached optimizer
 };
 
-uint64_t trainable_of(const std::vector<std::unique_ptr<Unit>>& units) {
+// By parameter, whether it requires a gradient.
+std::string trainable_of(const std::vector<std::unique_ptr<Unit>>& units) {
   std::string flags;
   for (const auto& unit : units)
     for (const auto& parameter : unit->parameters()) flags += parameter.tensor.requires_grad() ? '1' : '0';
-  return hash_of_bytes(flags.data(), static_cast<int64_t>(flags.size()));
+  return flags;
 }
 
 StepFacts facts_of(const std::vector<std::unique_ptr<Unit>>& units, StepFacts facts) {
@@ -87,10 +88,7 @@ void Engine::refuse_drifted_replicas(const std::vector<std::string>& answers, si
 }
 
 void Engine::refuse_other_trainable() const {
-  std::string mine;
-  for (const auto& unit : units_)
-    for (const auto& parameter : unit->parameters()) mine += parameter.tensor.requires_grad() ? '1' : '0';
-  const auto everyones = communicator_->all_gather("which parameters require a gradient", mine);
+  const auto everyones = communicator_->all_gather("which parameters require a gradient", trainable_of(units_));
   size_t i = 0;
   for (const auto& unit : units_)
     for (const auto& parameter : unit->parameters()) {
@@ -107,13 +105,14 @@ void Engine::refuse_other_trainable() const {
 bool Engine::agree_on_step() {
   const int32_t backwards = std::max(1, backwards_);  // a rank without any takes part with nothing
   const int32_t looks = take_looks();
+  const std::string trainable = trainable_of(units_);
   StepFacts first_bad{step_,
                       backwards,
                       looks,
                       kNone,
                       kNone,
                       scaler_.scale(),
-                      trainable_of(units_),
+                      hash_of_bytes(trainable.data(), static_cast<int64_t>(trainable.size())),
                       consumer_ != nullptr ? consumer_->settings() : outside_settings_};
   std::string mine = packed(facts_of(units_, first_bad));
   for (const auto& unit : units_)
